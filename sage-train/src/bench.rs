@@ -73,15 +73,21 @@ impl std::str::FromStr for Row {
             None
         };
         match parts.as_slice() {
-            &[Some(head_dim @ 8..=256), Some(value_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)]
-                if window != Some(None) =>
-            {
+            &[
+                Some(head_dim @ 8..=256),
+                Some(value_dim @ 8..=256),
+                Some(tokens @ 1..),
+                Some(causal @ 0..=1),
+            ] if window != Some(None) => {
                 Ok(Self { head_dim, value_dim, tokens, causal: causal == 1, window: window.flatten() })
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:CAUSAL (head_dim 8 to 256, tokens, 0 or 1), such as 64:8192:1; 192/128:8192:1 for keys \
-                          of 192 and values of 128; 64:8192:1:1024 for a window of 1024 tokens")
+                .allowed(
+                    "D:N:CAUSAL (D: head_dim, 8 to 256; N: tokens; CAUSAL: 0 or 1), such as 64:8192:1; \
+                     192/128:8192:1 for head_dim 192 of keys and 128 of values; 64:8192:1:1024 for a window of \
+                     1024 tokens",
+                )
                 .hint("leave the rows out for the default rows")),
         }
     }
@@ -100,7 +106,7 @@ pub struct Plan {
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
-    /// Number of timed calls for each reported time, which is their median.
+    /// Number of timed calls. Their median is the reported time.
     pub repeats: usize,
     /// Pause before each series of timed calls: a GPU under long load is slower.
     pub rest: Duration,
@@ -118,7 +124,7 @@ impl Plan {
         ((self.total_tokens / tokens).max(1), tokens, (self.width / head_dim).max(1), head_dim)
     }
 
-    /// The attention of a scheme, with the row's mask and this plan's options.
+    /// The attention of a scheme, with the mask of the benchmark's `row` and this plan's options.
     fn attention(&self, row: Row, scheme: Scheme) -> candle_core::Result<Attention> {
         let beside = row.window.map(|window| window - 1);
         let mut attention =
@@ -139,7 +145,7 @@ impl Plan {
     }
 }
 
-/// The result of one scheme on one row.
+/// The result of one scheme for one shape.
 #[derive(Debug, Clone)]
 pub struct Measured {
     /// The shape.
@@ -169,7 +175,7 @@ impl Measured {
         (of(d + v), of(4 * d + 3 * v))
     }
 
-    /// TFLOP/s of the forward, and of forward and backward. An operation counts the same in every scheme.
+    /// TFLOP/s of the forward, and of forward and backward. The number of operations is the same for every scheme.
     pub fn tflops(&self) -> (f64, f64) {
         let (forward, both) = self.operations();
         (forward / self.forward_ms / 1e9, both / self.both_ms / 1e9)
@@ -191,9 +197,9 @@ pub fn usual_rows(device: &Device) -> Vec<Row> {
     [64, 128].into_iter().flat_map(of).collect()
 }
 
-/// The schemes to measure if none are named: every scheme, SageBwd with fewer INT8 matmuls, and SageBwd with K's mean
-/// over a sample of tokens. On a GPU, heads with more than 128 channels are measured unquantized and with SageBwd's
-/// `scores`; see [`measure`].
+/// The schemes to measure if none are named: every scheme with its default settings, and SageBwd with four other sets
+/// of settings. On a GPU, if heads have more than 128 channels: unquantized attention and SageBwd with one set of
+/// settings.
 fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
@@ -212,8 +218,8 @@ fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
         .collect()
 }
 
-/// The label of a scheme in the table: its name, then its settings that differ from the default. The commonest settings
-/// are written as values only, the others as `name=value`.
+/// A scheme's name, then its settings that differ from the default. The settings in `COMMON` are written as values
+/// only, the others as `name=value`.
 fn label(scheme: &Scheme) -> String {
     const COMMON: [&str; 3] = ["products", "key-mean", "smoothing"];
     let default = Scheme::from_name(scheme.name()).map_or_else(|_| Vec::new(), |default| default.settings());
@@ -226,9 +232,8 @@ fn label(scheme: &Scheme) -> String {
     label
 }
 
-/// Measures one row with one scheme after another, and passes each result to `seen`. A quantized scheme that the device
-/// or the attention options do not support is skipped if no schemes were given or if heads have more than 128
-/// channels.
+/// Measures one shape with one scheme after another, and passes each result to `seen`. If `plan.schemes` is empty, or
+/// heads have more than 128 channels, unsupported quantized schemes are skipped.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -416,7 +421,8 @@ mod tests {
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
         let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
         assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
-        // 8 queries with 2 keys each, minus half of 2 * 2 pairs: the first queries have fewer keys.
+        // Causal: 8 queries with 2 keys each, minus 2 * 2 / 2 pairs, because the first queries have fewer keys. This is
+        // an approximation. Without a causal mask: twice as many pairs.
         assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

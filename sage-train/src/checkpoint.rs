@@ -4,9 +4,9 @@
 //! `checkpoint.json` (step, data and settings of the run, and the hash of the state) and the marker `COMPLETE`. All
 //! files are synced in a temporary folder, which is then renamed. So a folder with a checkpoint's name is complete.
 //!
-//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on;
-//! `checkpoint.json` lists the parameters of which a file contains only a part. Together the files are one checkpoint,
-//! from which any number of ranks can continue.
+//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on.
+//! For each file, `checkpoint.json` lists the parameters that are only partly in it. Together the files are one
+//! checkpoint, from which any number of ranks can continue.
 
 mod verified;
 
@@ -50,13 +50,13 @@ pub struct Manifest {
     state_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state_sha256: Option<String>,
-    /// The files, if several ranks wrote the checkpoint. In that case `state_bytes` and `state_sha256` are `None`.
+    /// The file of each rank, if several ranks wrote the checkpoint. `state_bytes` and `state_sha256` are then `None`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
     /// The scale and the running maximum of each FP8 operand, in the order in which the model lists its operands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     scales: Vec<[f32; 2]>,
-    /// The settings of the run, [`Config::identity`]. Earlier versions did not write them.
+    /// The settings of the run, [`Config::identity`]; `None` if an early version of sage-train wrote the checkpoint.
     #[serde(default)]
     pub settings: Option<Identity>,
 }
@@ -106,13 +106,13 @@ impl Manifest {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // If the checkpoint lacks a key that every run of this version has, an older version wrote the checkpoint, and
-        // the key is ignored. Any other key that the checkpoint lacks was added to `config.toml`, and counts as a
-        // difference. `BRANCHED_FROM` is ignored, because `config.toml` never contains it.
+        // A setting that the checkpoint lacks is ignored if the preset has a value for it: the setting is newer than
+        // the checkpoint. If the preset has no value, the setting was added to the run's `config.toml`, and counts as
+        // a difference. `BRANCHED_FROM` is ignored, because `config.toml` never contains it.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
-        // The checkpoint identifies data by its fingerprint, so the settings that determine the data are not compared.
+        // `tokenizer` and `text-field` are not compared here: if they change the data, its fingerprint differs.
         let free = |key: &str| has_role(key, Role::Resumable) || ["tokenizer", "text-field"].contains(&key);
         let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
             return Ok(());
@@ -218,8 +218,8 @@ fn write(
     };
     let report = channel.share("checkpoint", &serde_json::to_string(&report).expect("plain values"));
     let files = report.iter().enumerate().map(|(rank, report)| {
-        let file: std::result::Result<RankFile, String> =
-            serde_json::from_str(report).map_err(during("another rank sent an invalid report"))?;
+        let file: std::result::Result<RankFile, String> = serde_json::from_str(report)
+            .map_err(during("a rank sent an invalid report on its part of the checkpoint"))?;
         file.map_err(|error| match channel.rank().of {
             1 => Error::new(error),
             _ => Error::new(format!("rank {rank}: {error}")),
@@ -249,8 +249,8 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // The ranks do not wait for each other here, so each rank creates the folder. Rank 0 does not create the folder's
-    // parents: if the run's folder was removed and no other rank has created it again, rank 0 fails.
+    // The ranks do not wait for each other here, so each rank creates `partial`. On rank 0 this fails if
+    // the run's folder was removed, unless another rank has already created that folder again.
     let made = match rank.is_first() {
         true => std::fs::create_dir(partial),
         false => std::fs::create_dir_all(partial),
@@ -355,7 +355,7 @@ pub struct FoundCheckpoint {
 }
 
 impl FoundCheckpoint {
-    /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank checks its
+    /// Finds and checks the checkpoint at `path`, or the newest one if `path` is a run's folder. Each rank checks its
     /// share of the files. On rank 0 the result holds the run's lock for all ranks.
     ///
     /// # Errors
@@ -393,7 +393,7 @@ impl FoundCheckpoint {
         Ok(Self { run, manifest, path, files, _lock: lock })
     }
 
-    /// Checks that the run has no newer checkpoints, which a resumed run would have to overwrite.
+    /// Checks that the run has no checkpoints newer than this one. A resumed run would have to overwrite them.
     ///
     /// # Errors
     /// When there are newer checkpoints.
@@ -401,13 +401,13 @@ impl FoundCheckpoint {
         let newer: Vec<u64> =
             steps(&self.run.join(FOLDER)).into_iter().filter(|&step| step > self.manifest.step).collect();
         let Some(first) = newer.first() else { return Ok(()) };
-        Err(Error::new("the run has newer checkpoints than this one")
+        Err(Error::new("the run has newer checkpoints than the one to resume")
             .got(format!("{} newer in {}, beginning with {}", newer.len(), self.run.display(), name(*first)))
             .allowed("the newest checkpoint: no checkpoint is ever overwritten")
-            .hint("move the newer checkpoints away, or start another run from this one: --new-name NAME"))
+            .hint("move newer checkpoints away, or begin a new run from this checkpoint: --new-name NAME"))
     }
 
-    /// The parameters and moments, for this rank.
+    /// The parameters, with this rank's shard of the moments.
     ///
     /// # Errors
     /// When the checkpoint belongs to another model.
@@ -435,7 +435,7 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(MANIFEST).is_file() || folder.join(STATE).is_file()
 }
 
-/// Reads a checkpoint's description and state, with the checks of a resume. The checkpoint's run is not continued.
+/// Reads a checkpoint's description and state without resuming its run. The checks are those of a resume.
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.

@@ -88,16 +88,16 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Write the built-in corpus to standard output
+    /// Generate the built-in corpus, and write it to standard output
     Corpus {
         /// Megabytes of text to write, rounded up to whole documents
         #[arg(long, value_name = "MB", default_value_t = 8)]
         megabytes: u64,
-        /// Seed of the corpus. By default, a run with `--seed N` trains on the corpus with seed N
+        /// Seed of the corpus. A training run's corpus has the seed --corpus-seed, by default the run's --seed
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Instead of the corpus, write JSON lines for `sage-train --data`: documents of at least WORDS words that
-        /// state numbers and later ask for these numbers. `eval --recall` measures how often a model recalls a number
+        /// Instead of the corpus, write JSON lines for `sage-train --data`. Each document has at least WORDS words,
+        /// states numbers, and later asks for them. `eval --recall` measures how often a model recalls a number
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
@@ -126,15 +126,15 @@ enum Verb {
     Probe(Box<OnThreads<Probe>>),
     /// Run many runs that differ in some settings; finished runs are skipped and interrupted runs resumed
     ///
-    /// Flags override the settings of the sweep's file in all runs. If a flag has a list of values, such as `--seed
-    /// 1-5`, this list replaces the file's list.
+    /// Flags override the settings in the sweep's file. If a flag has a list of values, such as `--seed 1-5`, this list
+    /// replaces the file's list.
     Sweep(Box<SweepArguments>),
     /// Compare runs in one HTML file: losses, differences with confidence intervals, speed
     #[command(allow_negative_numbers = true)]
     Report(ReportArguments),
 }
 
-/// The second of two paths after `--data`. If it exists, the shell has expanded a pattern to several paths.
+/// The second word after `--data`, if the first two are existing paths: then the shell has expanded a pattern.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;
@@ -142,8 +142,8 @@ fn second_path(words: &[OsString]) -> Option<&Path> {
 }
 
 /// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used (clap
-/// returns 2 for an unknown flag too), and 1 for a failure during the work. For a program that a signal ended, shells
-/// report 128 plus the signal's number.
+/// returns 2 for an unknown flag too), and 1 for a failure during the work. After a signal, it is 128 plus the signal's
+/// number, which is what shells report.
 pub fn exit_code(error: &Error) -> u8 {
     match (crate::signals::received(), error.kind()) {
         (Some(signal), _) => 128 + signal,

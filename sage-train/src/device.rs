@@ -1,4 +1,4 @@
-//! The device that a run computes on, its memory, and transfers that do not stall it.
+//! The device that a run computes on, its memory, and asynchronous transfers.
 
 mod hardware;
 mod monitor;
@@ -24,7 +24,7 @@ use crate::ranks::Rank;
 pub enum DeviceKind {
     /// The CPU, in f32
     Cpu,
-    /// An NVIDIA GPU, in bf16 with f32 sums; a training run keeps its weights in f32
+    /// An NVIDIA GPU, in bf16 with f32 sums; a training run also keeps its weights in f32
     Cuda,
 }
 
@@ -82,8 +82,8 @@ impl DeviceKind {
                     1 => 0,
                     there @ 2.. if local.index >= there => {
                         return Err(Error::new("this machine has fewer GPUs than ranks")
-                            .got(format!("{there} GPUs, and local rank {}", local.index))
-                            .allowed(format!("up to {there} ranks, one for each"))
+                            .got(format!("{there} GPUs, and local rank {} (counted from 0)", local.index))
+                            .allowed(format!("up to {there} ranks, one for each GPU"))
                             .hint(format!(
                                 "--gpus {there}; CUDA_VISIBLE_DEVICES limits which GPUs may be used"
                             )));
@@ -101,10 +101,10 @@ impl DeviceKind {
     }
 }
 
-/// Asynchronous readback of a step's numbers, and the device time of the step.
+/// Asynchronous readback of a training step's results. It also measures the step's time on the device.
 #[derive(Debug)]
 pub enum StepReadback {
-    /// On the CPU the numbers are available at once.
+    /// On the CPU the numbers are available immediately.
     Here {
         /// The numbers.
         numbers: Vec<f64>,
@@ -147,7 +147,7 @@ impl StepReadback {
         Ok(())
     }
 
-    /// Records an intermediate time at this point of the device's work.
+    /// Records the time since [`Self::begin`] at this point of the device's work.
     ///
     /// # Errors
     /// When the device reports an error.
@@ -160,7 +160,8 @@ impl StepReadback {
         Ok(())
     }
 
-    /// Starts the readback of an f64 tensor of one dimension with `len` elements, and stops the clock after it.
+    /// Starts the readback of a one-dimensional f64 tensor with the number of elements that [`Self::new`] received.
+    /// The clock stops after the readback.
     ///
     /// # Errors
     /// When the tensor does not fit, or the device reports an error.
@@ -176,8 +177,8 @@ impl StepReadback {
         Ok(())
     }
 
-    /// Waits for the readback, but not for work that was launched after it. Returns the numbers, the seconds up to the
-    /// mark, and the total seconds.
+    /// Waits for the readback, but not for work that was launched after it. Returns the numbers, the seconds from
+    /// [`Self::begin`] to [`Self::mark`], and the seconds from [`Self::begin`] to the end of the readback.
     ///
     /// # Errors
     /// When nothing was sent, or the device failed.
@@ -234,8 +235,8 @@ mod memory {
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// The numbers of a step in page-locked memory, with events before and after the step. The events give the
-    /// step's time and the end of the copy; cudarc itself records no events while a context has one stream.
+    /// Page-locked memory for the numbers that a step computes, and events that measure the step's time and show when
+    /// the numbers are copied.
     #[derive(Debug)]
     pub struct ReadbackSlot {
         stream: Arc<CudaStream>,
@@ -298,7 +299,7 @@ mod memory {
     fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
         let mut pool = std::ptr::null_mut();
         let device = device.cuda_stream().context().cu_device();
-        // SAFETY: a query of the driver that writes to `pool`.
+        // SAFETY: the driver writes one handle to `pool`.
         unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, device).result().w()? };
         Ok(pool)
     }
@@ -322,8 +323,8 @@ mod memory {
         // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate
         // it again.
         set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
-        // SAFETY: with tracking, cudarc creates two events at each allocation, which order its streams. Here cudarc has
-        // only candle's stream; the ranks' transfers are ordered in ranks/nccl.rs.
+        // SAFETY: event tracking is needed only if cudarc has several streams. Here it has one, candle's.
+        // ranks/nccl.rs orders the ranks' transfers.
         unsafe { device.disable_event_tracking() };
         Ok(())
     }

@@ -26,7 +26,7 @@ pub use tasks::Task;
 pub struct Evaluation {
     /// Mean loss, nats per token.
     pub loss: f64,
-    /// Mean loss, bits per byte of text, which is comparable between tokenizers.
+    /// Mean loss in bits per byte of text. It is comparable between tokenizers.
     pub bits_per_byte: f64,
     /// Number of tokens that were predicted.
     pub tokens: u64,
@@ -49,7 +49,7 @@ impl Extent {
         self.tokens.div_ceil(cut.context as u64).min(batches.sequences())
     }
 
-    /// The batches of `sequences` sequences: the first sequence of each batch, and its number of sequences.
+    /// Divides `sequences` sequences into batches. Returns each batch's first sequence and number of sequences.
     fn batches(self, sequences: u64) -> impl Iterator<Item = (u64, u64)> {
         let batch = self.batch as u64;
         (0..sequences).step_by(self.batch).map(move |first| (first, batch.min(sequences - first)))
@@ -57,7 +57,7 @@ impl Extent {
 }
 
 /// Mean loss over the first sequences of the data, which are the same in every validation. The batches are divided
-/// among the ranks. `seen` receives the number of processed tokens and of all tokens.
+/// among the ranks. `seen` receives the number of tokens processed so far, and the number of tokens to process.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -73,7 +73,8 @@ pub fn evaluate(
     let batches = Batches::new(data, cut);
     let wanted = extent.sequences(&batches, cut);
     let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
-    // The sum of losses of each batch, 0 for batches of other ranks; and the bytes of text that this rank predicts.
+    // `sums`: each batch's mean loss times its number of sequences, 0 for the batches of other ranks. `bytes`: bytes of
+    // text in this rank's targets.
     let (mut sums, mut bytes) = (Vec::new(), 0.0);
     for (first, count) in extent.batches(wanted) {
         if sums.len() % data_rank.of != data_rank.index {
@@ -81,7 +82,7 @@ pub fn evaluate(
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // Counts the bytes of the original text of exactly the predicted tokens.
+        // `bytes_of` counts the bytes of decoded tokens. `text_ratio` scales this count to the original text.
         for (n, targets) in
             (first..).zip(sequences.targets().chunks(sequences.targets().len() / count as usize))
         {
@@ -120,7 +121,7 @@ pub struct TokenByToken {
     pub whole: f64,
     /// Nats per token, each token predicted from only the tokens before it.
     pub alone: f64,
-    /// Number of predicted tokens in each computation.
+    /// Number of predicted tokens.
     pub tokens: u64,
 }
 
@@ -211,7 +212,7 @@ mod tests {
         )?;
         let model = Llama::new(&config, &parameters, &device).map_err(during("the model"))?;
         let cut = SequenceSplit { context: 8, seed: 0, vocab: 300, end_of_document: None };
-        // The second text has three bytes for each byte that its tokens stand for.
+        // The original text has `text_bytes` bytes for 10 bytes of decoded tokens, and so `bytes` for the 16 targets.
         for (text_bytes, bytes) in [(10, 16.0), (30, 48.0)] {
             let tokens = crate::data::Tokens::from(tokens.clone()).with_text(text_bytes, 10);
             let data = Mixture::new(vec![(tokens, 1.0)]);
@@ -220,7 +221,7 @@ mod tests {
             assert_eq!((got.tokens, got.of), (16, 16));
             let bits = got.loss * 16.0 / std::f64::consts::LN_2;
             assert!((got.bits_per_byte * bytes / bits - 1.0).abs() < 1e-12, "{got:?}");
-            // The loss is the mean over the sequences, for every batch size.
+            // With every batch size, the loss is the mean over the sequences.
             let batches = Batches::new(&data, cut);
             let of_sequence = |n| -> Result<f64> {
                 let batch = batches.in_order(n, 1)?.to_device(&device).map_err(during("a batch"))?;

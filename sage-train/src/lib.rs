@@ -64,8 +64,8 @@ pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error 
         let error = Error::new(what).caused_by(error).with_kind(kind);
         match kind {
             ErrorKind::OutOfMemory => error.hint(
-                "the GPU's memory is full: halve --micro-batch, or try --recompute attention or block; --dry-run \
-                 estimates the memory",
+                "the GPU's memory is full: halve --micro-batch; training also has --recompute attention or \
+                 block, and --dry-run, which estimates the memory",
             ),
             _ => error,
         }
@@ -127,8 +127,7 @@ pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     out.into()
 }
 
-/// Prints a line to standard error. A write error is ignored, because a run does not stop when nobody reads
-/// its output.
+/// Prints a line to standard error. A write error is ignored: a run must not stop because nobody reads its output.
 pub fn notify(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
@@ -161,7 +160,7 @@ pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
     let mut bytes = Vec::new();
     File::open(path)?.take(most + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most {
-        return Err(Error::new(ErrorKind::FileTooLarge, format!("more than {} KiB", most >> 10)));
+        return Err(Error::new(ErrorKind::FileTooLarge, format!("larger than {} KiB", most >> 10)));
     }
     String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidData, error.utf8_error()))
 }
@@ -173,7 +172,7 @@ pub(crate) fn read_exact_at(file: &File, bytes: &mut [u8], at: u64) -> std::io::
     std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
 }
 
-/// Reads bytes at a position of a file, as on Unix.
+/// Reads bytes at a position of a file, like the function for Unix above.
 #[cfg(windows)]
 pub(crate) fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Result<()> {
     while !bytes.is_empty() {

@@ -10,7 +10,7 @@ use crate::{open_own, writing};
 
 const LOCK: &str = ".lock";
 
-/// How long a process keeps trying to take a lock. This is longer than [`Lock::is_held`] keeps its shared lock.
+/// How long a process keeps trying to take a lock, in case [`Lock::is_held`] holds it for a moment.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// A locked file. The system releases the lock when the process ends, however it ends.
@@ -26,11 +26,10 @@ impl Lock {
         Self::hold(open_own(path, File::options().write(true).create(true).truncate(false))?, path)
     }
 
-    /// Locks a file that an ended process left behind. If the file is missing, the lock counts as held: another process
-    /// has just taken over the folder.
+    /// Locks a file that an ended process left behind.
     ///
     /// # Errors
-    /// When another process holds the lock.
+    /// When another process holds the lock, or the file cannot be opened: another process may have just removed it.
     pub fn take_existing(path: &Path) -> Result<Self> {
         let file = open_own(path, File::options().write(true)).map_err(|_| in_use(path))?;
         Self::hold(file, path)

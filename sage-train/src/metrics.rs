@@ -53,7 +53,7 @@ pub struct Point {
     /// Validation loss after the step, bits per byte of text.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_bits_per_byte: Option<f64>,
-    /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
+    /// Validation loss after the step with the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
     /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the previous
@@ -67,24 +67,24 @@ pub struct Point {
     /// The rank whose gradients took longest in the previous step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
-    /// Time of the slowest rank's gradients, divided by the median time of all ranks.
+    /// The slowest rank's time for forward and backward, divided by the median of this time over all ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
-    /// SLA2, after a validation: share of the (query, key) pairs outside the selected blocks.
+    /// SLA2, after a validation: share of dense attention's (query, key) pairs that the selection skips.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_sparsity: Option<f64>,
-    /// SLA2, after a validation: the mean weight of exact attention in its mixture with the tail.
+    /// SLA2, after a validation: the mean weight of the selected blocks in the output.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_exact_weight: Option<f64>,
-    /// SLA2, after a validation: the fraction of dense attention's probability mass on past blocks that falls on the
+    /// SLA2, after a validation: of the probability mass that dense attention has on past blocks, the fraction on
     /// selected blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_mass_caught: Option<f64>,
-    /// SLA2, after a validation: for each key block, the query blocks that select it are counted. The ratio is the
-    /// largest count divided by the mean count.
+    /// SLA2, after a validation: the number of query blocks that select the most-selected key block, divided by the
+    /// mean number per key block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
-    /// Seconds that the run has taken so far, summed over its starts.
+    /// Seconds that the run has taken so far, including the time before it was resumed.
     pub seconds: f64,
 }
 

@@ -26,14 +26,14 @@ pub enum Optimizer {
     Muon(MuonConfig),
 }
 
-/// The scalars that an update needs. Its gradient is a sum of gradients, each of which is a mean over tokens.
+/// The scalars that an update needs.
 #[derive(Debug, Clone, Copy)]
 pub struct OptimizerStep {
     /// Number of the step, from 1.
     pub step: u64,
     /// Learning rate of all parameters except Muon's matrices, which follow [`MuonConfig::learning_rate`].
     pub lr: f64,
-    /// Number of gradients in the sum.
+    /// Number of gradients that were summed.
     pub gradients: usize,
 }
 
@@ -57,7 +57,7 @@ impl Optimizer {
         }
     }
 
-    /// The state that the optimizer keeps for each parameter in addition to its weights, in f32.
+    /// The f32 tensors that the optimizer keeps for each parameter.
     pub fn moments(&self) -> Moments {
         let others = AdamWConfig::MOMENTS;
         match self {
@@ -81,8 +81,8 @@ impl Optimizer {
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
-        // Muon's update direction, in 16 bit, is written, copied and read, and each of five iterations passes over the
-        // direction five times. Row normalization reads the direction twice and writes it.
+        // Muon's update direction, in 16 bit, is written, copied and read. Each of the orthogonalization's five
+        // iterations passes over it five times. With `beta2`, row normalization adds two reads and one write.
         let directions = match self {
             Self::AdamW(_) => 0,
             Self::Muon(muon) => 2 * (1 + 2 + 1 + 5 * 5 + if muon.beta2.is_some() { 3 } else { 0 }),
@@ -91,12 +91,11 @@ impl Optimizer {
         2 * 4 + 2 * 4 * state + copy + directions
     }
 
-    /// Peak bytes of the temporary tensors of an update, without the tensors of the orthogonalization, which have a
-    /// fixed limit.
+    /// Peak bytes of the temporary tensors of an update, without the tensors of the orthogonalization.
     pub fn scratch_bytes(&self, specs: &[ParameterSpec], element: u64) -> u64 {
         match self {
             Self::AdamW(_) => 0,
-            // The directions of the matrices in one piece of parameter memory.
+            // The update directions of hidden matrices, for one piece of parameter memory at a time.
             Self::Muon(_) => {
                 let matrices = specs.iter().filter(|spec| spec.kind.is_hidden_matrix());
                 matrices.map(ParameterSpec::len).sum::<u64>().min(PIECE as u64) * element

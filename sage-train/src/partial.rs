@@ -15,8 +15,8 @@ pub const PARTIAL: &str = ".partial";
 /// works in the folder.
 const MARK: &str = "unfinished-by-sage-train";
 
-/// The journal of an operation that can be resumed. The process that works in the folder writes it, and a folder with a
-/// journal is not removed.
+/// The journal: the file from which the work in an unfinished folder can be resumed. This module never removes a folder
+/// that contains a journal.
 pub const JOURNAL: &str = "progress.json";
 
 /// The temporary path at which a file or folder is written.
@@ -54,8 +54,7 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing exists at `path`. The error says that the `what` (a file, for example) exists already, and names
-/// the `flag` that sets the path.
+/// Checks that nothing exists at `path`. The error contains `what`, such as "folder", and `flag`, which sets the path.
 ///
 /// # Errors
 /// When something exists there.
@@ -66,7 +65,7 @@ pub fn check_free(path: &Path, what: &str, flag: &str) -> Result<()> {
     Err(Error::new(format!("the {what} exists already"))
         .got(path.display())
         .allowed(format!("a new {}", if what == "folder" { "folder" } else { "file" }))
-        .hint(format!("{flag} sets another path; nothing is ever overwritten")))
+        .hint(format!("{flag} sets another path; this command overwrites nothing")))
 }
 
 /// Whether a folder is an unfinished [`Folder`].
@@ -75,7 +74,7 @@ pub fn is_unfinished(folder: &Path) -> bool {
 }
 
 /// A folder that is being written. The folder is removed if this value is dropped before [`Folder::finish`], unless the
-/// folder has a journal.
+/// folder contains a [`JOURNAL`].
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,
@@ -84,12 +83,11 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Begins a folder that does not exist. The unfinished folder of an earlier attempt is removed, but not a folder
-    /// that this program did not make.
+    /// Begins a new folder. Removes the unfinished folder of an earlier attempt, unless it contains a [`JOURNAL`].
     ///
     /// # Errors
-    /// When the folder exists, its temporary name is taken, another process is making it, or an earlier attempt left a
-    /// journal.
+    /// When the folder exists, something else has its temporary name, another process is making it, or the unfinished
+    /// folder of an earlier attempt contains a journal.
     pub fn begin(target: &Path) -> Result<Self> {
         Self::open(target, false)
     }
@@ -97,7 +95,7 @@ impl Folder {
     /// As [`Folder::begin`], but continues an unfinished folder that has a journal.
     ///
     /// # Errors
-    /// When the folder exists, its temporary name is taken, or another process is making it.
+    /// When the folder exists, something else has its temporary name, or another process is making it.
     pub fn take_up(target: &Path) -> Result<Self> {
         Self::open(target, true)
     }
@@ -108,7 +106,8 @@ impl Folder {
         check_free(&target, "folder", "--to")?;
         let partial = of(&target);
         let (is_marked, has_journal) = (is_unfinished(&partial), partial.join(JOURNAL).exists());
-        // If a process ended after it removed the mark and before it renamed the folder, only the journal is left.
+        // A process can end after it removed the mark and before it renamed the folder. Only the journal then shows
+        // that the folder is unfinished.
         if is_marked || has_journal {
             let abandoned = match is_marked {
                 true => Lock::take_existing(&partial.join(MARK))?,
@@ -131,7 +130,7 @@ impl Folder {
         } else if partial.exists() {
             return Err(Error::new("the name of the temporary folder is taken")
                 .got(partial.display())
-                .allowed("no such folder, or one that an interrupted command left")
+                .allowed("no folder with this name, or one that an interrupted command left")
                 .hint("it was not left by an interrupted command: rename or remove it"));
         }
         if let Some(parent) = partial.parent() {
@@ -162,8 +161,8 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // The journal is removed last, because the work can be resumed from it until the folder is renamed. A journal
-        // that remains is harmless.
+        // The journal is removed after the rename, because interrupted work resumes from it. A journal in a renamed
+        // folder is harmless.
         let _ = std::fs::remove_file(self.target.join(JOURNAL));
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),
@@ -184,7 +183,6 @@ impl Drop for Folder {
 mod tests {
     use super::*;
 
-    /// A folder with a journal survives every failure, and [`Folder::begin`] does not replace it.
     #[test]
     fn a_folder_with_a_journal_is_kept_until_it_is_whole() {
         let scratch = tempfile::tempdir().expect("a folder");

@@ -43,7 +43,7 @@ pub struct ProbeOptions {
     pub sequences: usize,
     /// Whether to also report each head.
     pub heads: bool,
-    /// Whether to also measure the error of quantizing only one matmul or operand.
+    /// Whether to also quantize each matmul or operand alone, and measure the errors.
     pub products: bool,
     /// Factor by which queries and keys are multiplied.
     pub qk_scale: f64,
@@ -58,9 +58,9 @@ impl Default for ProbeOptions {
 }
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run through the
-/// model with unquantized attention. Attention on the tensors of each layer is then computed again with the run's
+/// model with unquantized attention. Attention on each layer's Q, K, V and dO is then computed again with the run's
 /// low-bit scheme (SageBwd, if the run has none). `settings` override the run's settings. `typed` are the settings on
-/// the command line; the attention settings among them must apply to the scheme.
+/// the command line: none of them may apply only to another scheme.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
@@ -100,7 +100,7 @@ fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
         Scheme::AttnQat(_) if token_scales => {
-            Err(Error::new("--token-scales changes only scales per tile, which this scheme does not have")
+            Err(Error::new("--token-scales has no effect: this scheme has no scales per tile")
                 .got(format!("--token-scales with {scheme}"))
                 .allowed("sagebwd")
                 .hint("leave --token-scales out, or use --attn sagebwd"))
@@ -109,14 +109,14 @@ fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
         _ => Err(Error::new("this scheme cannot be probed")
             .got(scheme)
             .allowed("sagebwd, attn-qat")
-            .hint("name the scheme to probe with --attn")),
+            .hint("choose one of them: --attn sagebwd")),
     }
 }
 
 /// Like [`probe`], for a model on the CPU with its parameters in memory.
 ///
 /// # Errors
-/// When memory is short, or the scheme has no dense implementation here.
+/// When memory is short, or the scheme cannot be probed.
 pub fn probe_model(
     config: &LlamaConfig,
     parameters: &Parameters,
@@ -128,7 +128,7 @@ pub fn probe_model(
     let group = config.heads / config.key_heads;
     let needed = bytes(cut.context, group);
     if needed > available() {
-        return Err(Error::new("there is not enough memory to probe such sequences")
+        return Err(Error::new("this machine does not have enough memory to probe sequences of this length")
             .got(format!(
                 "{} tokens: {:.1} GiB for one head, {:.1} free",
                 cut.context,
@@ -138,8 +138,7 @@ pub fn probe_model(
             .allowed("shorter sequences: the probe stores all of P, dP and dS")
             .hint("use a shorter --context"));
     }
-    // Attention spans whole sequences. With attention inside documents, each document would be a sequence of another
-    // length.
+    // The probe does not support the document mask: it computes attention over whole sequences.
     let cut = SequenceSplit { end_of_document: None, ..cut };
     let batches = Batches::new(text, cut);
     let sequences = options.sequences.min(batches.sequences() as usize);
@@ -169,7 +168,7 @@ pub fn probe_model(
     })
 }
 
-/// The model with unquantized attention in all layers that have attention.
+/// `model` with unquantized attention, or unchanged if it has no attention.
 fn unquantized(model: &LlamaConfig) -> LlamaConfig {
     LlamaConfig {
         scheme: model.scheme.map(|_| Scheme::Unquantized),
@@ -180,7 +179,7 @@ fn unquantized(model: &LlamaConfig) -> LlamaConfig {
 }
 
 /// Query, key, value and output gradient of every layer, under unquantized attention with the model's windows, soft cap
-/// and sinks. The errors are then measured for attention to whole sequences without windows, soft cap and sinks.
+/// and sinks.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
@@ -289,12 +288,12 @@ impl LayerErrors {
     }
 }
 
-/// The values of one head of one sequence of a (batch, sequence, heads, head_dim) tensor.
+/// The values of one head of one sequence of a (sequences, tokens, heads, head_dim) tensor.
 fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<f64>> {
     x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Measures a layer: computes attention of every sequence and head in f64, exactly and in low bits, and compares all
+/// Measures a layer: computes attention of every sequence and head with and without quantization, and compares all
 /// intermediate quantities.
 fn tensors_of_layers(
     tensors: &[Tensor; 4],
@@ -351,7 +350,7 @@ fn tensors_of_layers(
         Ok(found)
     };
     let mut all = vec![HeadErrors::default(); heads];
-    // Computes as many key heads and sequences at the same time as fit in the free memory.
+    // Computes as many pairs of a key head and a sequence in parallel as fit in the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;

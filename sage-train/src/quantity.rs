@@ -6,8 +6,8 @@ use std::str::FromStr;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), and `b` for 10^9, as in
-/// numbers of tokens. A plain number stands for itself, and may have `_` between its digits or an exponent (`1e6`).
+/// A count. `k`, `m`, `g` and `b` stand for 1024, 1024^2, 1024^3 and 10^9: 64 sequences of 4096 tokens have 256k
+/// tokens. A plain number stands for itself, and may have `_` between its digits or an exponent (`1e6`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 
@@ -30,8 +30,7 @@ impl FromStr for Quantity {
         let value = match digits.contains(['.', 'e']) {
             _ if !digits.starts_with(|c: char| c.is_ascii_digit()) => None,
             false => digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)),
-            // With a unit, a fraction is rounded: 1.5k is 1536, and 2.1m is 2,202,010. A fraction without a
-            // unit is an error.
+            // With a unit, the count is rounded: 2.1m is 2,202,010. A fraction without a unit is an error.
             true => digits
                 .parse::<f64>()
                 .ok()
@@ -50,7 +49,7 @@ impl FromStr for Quantity {
 }
 
 impl fmt::Display for Quantity {
-    /// The number in the largest unit of `g`, `m` and `k` that divides it. The text parses to the same number.
+    /// The number in the largest of the units `g`, `m` and `k` that divides it. The text parses to the same number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (shift, unit) in [(30, "g"), (20, "m"), (10, "k")] {
             if self.0 > 0 && self.0.trailing_zeros() >= shift {

@@ -74,7 +74,7 @@ impl Role {
     }
 
     /// Takes the rank from the environment, if a launcher has set it. Otherwise starts `gpus` ranks and waits
-    /// for them, or, without several GPUs, makes this process the only rank.
+    /// until they end, or makes this process the only rank if `gpus` is 1 or `None`.
     ///
     /// # Errors
     /// When the environment is incomplete or contradicts `gpus` or `restarts`, when the ranks cannot be
@@ -84,10 +84,10 @@ impl Role {
         match (gpus, World::from_environment()?) {
             (Some(1), None) if restarts > 0 => Err(Error::new("one process has no ranks to restart")
                 .got(format!("--gpus 1 --restarts {restarts}"))
-                .allowed("--restarts with two GPUs and more")
+                .allowed("--restarts with --gpus 2 or more")
                 .hint("a shell loop around `--resume auto` restarts a single process")),
             (Some(_), Some(world)) if restarts > 0 && !world.is_launched() => {
-                Err(Error::new("only --gpus restarts processes")
+                Err(Error::new("--restarts does not work under another launcher")
                     .got(format!("--restarts {restarts} under {}", world.launcher))
                     .allowed("--restarts together with --gpus, without another launcher")
                     .hint("torchrun has --max-restarts, Slurm --requeue"))
@@ -107,8 +107,8 @@ impl Role {
     }
 }
 
-/// The ranks of a run, as seen from one of them: a control channel for text, and groups for tensors on the
-/// devices.
+/// The ranks of a run, as seen from one of them: a control channel that exchanges text, and [`Group`]s that exchange
+/// tensors.
 #[derive(Debug)]
 pub struct Ranks {
     mesh: Mesh,
@@ -127,7 +127,7 @@ impl Ranks {
         Self { mesh: Mesh::ALONE, all, shards, replicas, context, channel: ControlChannel::alone() }
     }
 
-    /// Connects the devices of ranks whose control channel is connected, in the groups of `mesh`.
+    /// Connects the ranks' devices in the groups of `mesh`.
     ///
     /// # Errors
     /// When the devices cannot reach each other.
@@ -151,7 +151,7 @@ impl Ranks {
                 channel.set_activity("connecting the GPUs");
                 Rc::new(nccl::Nccl::connect(&channel, mesh, engines, device)?)
             }
-            _ => return Err(Error::new("ranks cannot connect devices of this kind")),
+            _ => return Err(Error::new("several ranks need CUDA GPUs, or the CPU")),
         };
         let mesh = Mesh { engines: transport.has_engines(), ..mesh };
         let Mesh { shard, replica, .. } = mesh;
@@ -166,7 +166,7 @@ impl Ranks {
         })
     }
 
-    /// Changes in the mesh when and how gradients are reduced; the ranks stay the same.
+    /// Applies `plan` to the mesh. `plan` may change when and how gradients are reduced, but not the ranks.
     pub fn planned(self, plan: impl FnOnce(Mesh) -> Mesh) -> Self {
         Self { mesh: plan(self.mesh), ..self }
     }
@@ -221,7 +221,7 @@ impl Ranks {
             self.all.wait(self.all.gather(&own, &all)?)?;
             all.to_vec1()
         };
-        let all = gather().map_err(during("cannot gather the ranks' numbers"))?;
+        let all = gather().map_err(during("cannot gather the results of all ranks"))?;
         Ok(all.chunks(numbers.len().max(1)).map(<[f64]>::to_vec).collect())
     }
 }
@@ -281,35 +281,32 @@ impl ControlChannel {
         self.connection.as_ref().map_or(Ok(()), |connection| connection.agree(what, text))
     }
 
-    /// Reports progress: resets the time after which the other ranks consider this rank as stalled.
+    /// Counts a batch as progress. Ranks without progress for a while are considered stalled.
     pub fn tick(&self) {
         if let Some(connection) = &self.connection {
             connection.tick();
         }
     }
 
-    /// Reports what this rank is doing. The other ranks name it in their messages about this rank.
+    /// Sets this rank's activity. Other ranks name it in their error messages about this rank.
     pub fn set_activity(&self, what: &str) {
         if let Some(connection) = &self.connection {
             connection.set_activity(what, false);
         }
     }
 
-    /// Reports the start of a step; the first is 1. If training stalls, the ranks at the earliest step are those for
-    /// which the other ranks wait.
+    /// Reports the start of a step; steps count from 1.
     pub fn step(&self, step: u64, what: &str) {
         if let Some(connection) = &self.connection {
             connection.step(step, what);
         }
     }
 
-    /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces the limit for
-    /// stalls.
+    /// Runs `work` while the other ranks wait. This rank counts as stalled only after 6 hours without progress.
     pub fn while_peers_wait<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(connection) = &self.connection else { return work() };
         let (before, was_waited_for) = connection.set_activity(what, true);
         let done = work();
-        // From now on the other ranks' messages name the earlier activity again.
         connection.set_activity(&before, was_waited_for);
         done
     }

@@ -1,5 +1,4 @@
-//! Reports: comparisons of runs with statistics, as text, Markdown, CSV and one HTML file; charts; event files for
-//! TensorBoard.
+//! Reports that compare runs, as text, Markdown, CSV and one HTML file; charts; event files for TensorBoard.
 
 mod arm;
 pub mod chart;

@@ -24,9 +24,9 @@ pub use output::{check_output, write_output};
 use provenance::branch_of;
 pub use provenance::{Start, branch, initial_weights};
 
-/// File with one [`Point`] per line and step.
+/// File with a [`Point`] for each step, one per line.
 pub const METRICS: &str = "metrics.jsonl";
-/// File with one [`Probed`] per line, for each probe of attention's errors (`--probe-every`).
+/// File with a [`Probed`] for each probe of attention's errors (`--probe-every`), one per line.
 pub const PROBES: &str = "probes.jsonl";
 /// File with the settings.
 pub const CONFIG: &str = "config.toml";
@@ -46,7 +46,7 @@ pub enum Status {
     Diverged,
     /// A signal asked the run to stop, and it saved a checkpoint.
     Interrupted,
-    /// Any other error, such as a full disk, too little memory, or a bug.
+    /// An error, such as a full disk, too little memory, or a bug.
     Failed,
 }
 
@@ -82,7 +82,7 @@ pub struct Run {
     pub points: Vec<Point>,
     /// Every probe of attention's errors.
     pub probes: Vec<Probed>,
-    /// The errors of the run's gradient, if they were measured.
+    /// The errors of the gradient under quantization schemes, if they were measured.
     pub gradients: Vec<GradientErrors>,
     /// Every start of the run.
     pub starts: Vec<Start>,
@@ -96,7 +96,7 @@ impl Run {
         folder.join(CONFIG).is_file() && folder.join(METRICS).is_file()
     }
 
-    /// Reads the folder of a run, finished or not, from this machine or another.
+    /// Reads the folder of a run. The run may be unfinished, and may be from another machine.
     ///
     /// # Errors
     /// When the folder is not the folder of a run, or cannot be read.
@@ -164,7 +164,7 @@ impl Run {
             if found.len() == before {
                 return Err(Error::new("no runs to report")
                     .got(folder.display())
-                    .allowed("the folder of a run, or a folder with folders of runs in it")
+                    .allowed("the folder of a run, or a folder that contains runs")
                     .hint(Self::hint_where_runs_are(folder)));
             }
         }
@@ -189,12 +189,11 @@ impl Run {
         }
     }
 
-    /// A warning if later starts of the run changed settings: the run's last settings then do not apply to all of its
-    /// steps.
+    /// A warning if the run was resumed with other settings: its last settings then do not apply to all of its steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
         let of_results = |change: &Change| {
-            // The setting `tokens` changes the number of steps.
+            // `tokens` is not in the identity, but it changes the number of steps.
             let keys = change.settings.keys().filter(|key| identity.contains_key(*key) || *key == "tokens");
             let keys: Vec<&str> = keys.map(String::as_str).collect();
             (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), change.step))
@@ -210,7 +209,7 @@ impl Run {
         })
     }
 
-    /// A hint that tells where runs are, for a folder without runs.
+    /// The hint for the error that `folder` contains no runs.
     fn hint_where_runs_are(folder: &Path) -> String {
         let named: Vec<String> =
             Self::subfolders_with_runs(folder).iter().map(|path| path.display().to_string()).collect();
@@ -221,7 +220,7 @@ impl Run {
         }
     }
 
-    /// The folders in a folder that contain runs, such as the folders of sweeps in `runs`.
+    /// The subfolders of `folder` that contain runs, such as the folders of sweeps in `runs`.
     fn subfolders_with_runs(folder: &Path) -> Vec<PathBuf> {
         let has_runs = |inner: &PathBuf| {
             let runs = entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));
@@ -230,8 +229,8 @@ impl Run {
         entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
-    /// The run with the validation losses of the attention that it trained with. With `--eval-attn`, also a copy of the
-    /// run with the validation losses of the flag's attention.
+    /// The run, with the validation losses under its training attention. With `--eval-attn`, also a copy of the run,
+    /// with the validation losses under the attention of that flag.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
@@ -239,8 +238,8 @@ impl Run {
         let second =
             self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
         let mut second = Self { points: second.collect(), probes: Vec::new(), ..self.clone() };
-        // Metrics omit an `eval_attn_loss` that is not finite. Such a run counts as diverged, as if its `val_loss` were
-        // not finite.
+        // Metrics omit an `eval_attn_loss` that is not finite. If the last point has a `val_loss` but no
+        // `eval_attn_loss`, `second` counts as diverged.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the validation loss with --eval-attn is not finite".into());
@@ -280,7 +279,7 @@ impl Run {
         last.val_loss.filter(|_| self.status() == Some(Status::Finished))
     }
 
-    /// Hash of the data that the run was trained on, from its last start.
+    /// Hash of the run's training data, recorded when the run was last started.
     pub fn data_fingerprint(&self) -> Option<&str> {
         self.starts.last().map(|start| start.data_fingerprint.as_str())
     }
@@ -297,8 +296,8 @@ pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item
     points.iter().filter(move |point| point.step > before)
 }
 
-/// Median tokens per second over a run's own steps. A few slow steps hardly affect the median: the first, steps with a
-/// validation, or steps during which another process uses the device.
+/// Median tokens per second over a run's [`own_steps`]. The median is hardly affected by a few slow steps, such as the
+/// first step, or steps during which another process uses the device.
 pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
     median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
@@ -353,8 +352,8 @@ pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
 pub struct FoundRuns {
     /// Runs that can be read.
     pub runs: Vec<Run>,
-    /// Messages about runs that crashed, cannot be read, changed settings when resumed, or are omitted because they are
-    /// one folder deeper than the other runs of a given folder.
+    /// Messages about runs that crashed, cannot be read, or changed settings when resumed, and about subfolders whose
+    /// runs are omitted.
     pub warnings: Vec<String>,
 }
 
@@ -365,7 +364,7 @@ fn entries_of(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(inside)
 }
 
-/// A message for each run of a sweep that crashed and has not ended properly since.
+/// A message for each of a sweep's runs that crashed and has not recorded an ending since.
 pub fn crashed(sweep: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries

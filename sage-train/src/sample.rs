@@ -54,7 +54,7 @@ impl GeneratedText {
 pub struct Writer<'a> {
     /// The model.
     pub model: &'a Llama,
-    /// The attention scheme of tokens after the prompt; `None` for each layer's scheme.
+    /// The attention scheme of tokens after the prompt. With `None`, each layer keeps its scheme.
     pub following: Option<Scheme>,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
@@ -64,19 +64,18 @@ pub struct Writer<'a> {
     pub special_tokens: bool,
     /// The tokens that end a document.
     pub ends: &'a [u32],
-    /// The largest number of tokens that the model attends to. When the cache is full, it is computed again from the
-    /// newer half of its tokens.
+    /// The largest number of tokens that the model attends to. When the KV cache has this many tokens, it is computed
+    /// again from the newer half of them.
     pub context: usize,
     /// The device.
     pub device: &'a Device,
 }
 
 impl Writer<'_> {
-    /// Continues `prompt` until the document ends, by at most `tokens` tokens. An empty prompt starts a
-    /// document.
+    /// Continues `prompt` until the document ends, by at most `tokens` tokens.
     ///
     /// # Errors
-    /// When the model or the tokenizer fails.
+    /// When the prompt is empty and `begin` is `None`, or when the model or the tokenizer fails.
     pub fn write(&self, prompt: &str, tokens: usize, sampling: &Sampling) -> Result<GeneratedText> {
         let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
         let mut ids: Vec<u32> = self.begin.into_iter().collect();
@@ -118,7 +117,8 @@ impl Writer<'_> {
         Ok(GeneratedText { text, tokens: ids.len() - begun, seconds })
     }
 
-    /// Logits of the token after `ids`. `past` is the cache of the tokens before the last, or `None`.
+    /// Logits of the token after `ids`. `past` is the cache of the tokens before the last token of `ids`. It is `None`
+    /// before the first call, and for a model without a cache.
     fn logits(&self, ids: &[u32], past: &mut Option<TokenCache>) -> candle_core::Result<Vec<f32>> {
         let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
         let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);

@@ -45,8 +45,8 @@ pub enum Switch {
     Off,
 }
 
-/// The settings of a run, grouped by the tables of a settings file. A field's doc comment is its help text, and a
-/// field's name is its flag and its key.
+/// The settings of a run, grouped by the tables of a settings file. In [`RunSettings`] and the other tables, a field's
+/// doc comment is its help text, and a field's name is its flag and its key.
 ///
 /// The settings are serialized as one map without tables, because `--config`, sweeps and comparisons of runs identify a
 /// setting by its key.
@@ -86,7 +86,7 @@ pub struct Settings {
     pub model: ModelSettings,
 }
 
-/// The field of every setting, with its roles.
+/// The name of each setting's field, and the setting's roles.
 fn declared() -> impl Iterator<Item = (&'static str, &'static [Role])> {
     let tables = [
         RunSettings::DECLARED,
@@ -134,8 +134,8 @@ impl Settings {
         if self.batch.steps.is_some() || self.batch.tokens.is_some() {
             (under.batch.steps, under.batch.tokens) = (None, None);
         }
-        // If `self` selects another attention, the attention settings of `under` are dropped: one scheme's settings do
-        // not apply to another scheme.
+        // If `self` selects a scheme that shares no settings with the scheme of `under`, only `qk_norm` of
+        // `under.attention` still applies.
         let AttentionSettings { attn, qk_norm, .. } = under.attention;
         if self.attention.attn.is_some_and(|upper| attn.is_some_and(|attn| !attn.shares_settings(upper))) {
             under.attention = AttentionSettings { attn, qk_norm, ..AttentionSettings::default() };
@@ -157,7 +157,7 @@ impl Settings {
 mod tests {
     use super::*;
 
-    /// A setting whose declared name differs from its flag would have no role.
+    /// [`has_role`] finds a setting only if the key of its field equals its flag.
     #[test]
     fn every_flag_is_declared() {
         let mut declared: Vec<String> = declared().map(|(field, _)| key_of(field)).collect();
@@ -199,7 +199,7 @@ mod tests {
         assert!(unread.is_empty(), "{unread:?}");
     }
 
-    /// Only settings outside the identity need the role `Together`, because ranks compare the identity anyway.
+    /// Ranks compare the run's identity and the settings with the role `Together`. A setting need not be in both.
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);

@@ -21,7 +21,7 @@ use crate::notify;
 pub enum SecondSignal {
     /// The program ends at once.
     Ends,
-    /// [`several_received`] reports the second signal: the program ends its child processes before it ends.
+    /// [`several_received`] reports the second signal, so that the program can end its child processes first.
     IsNoted,
     /// The second signal has no effect, because the first signal already ends the current work without saving it.
     IsNotNeeded,
@@ -30,8 +30,8 @@ pub enum SecondSignal {
 /// The environment variable in which a sweep or a launcher passes its process id to its children.
 pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 
-/// Time within which several signals count as one. A rank receives a stop signal twice if the terminal signals the
-/// whole process group and the launcher of the ranks (`--gpus`) passes the signal on.
+/// Time within which several signals count as one. If a terminal sends a stop signal to the whole process group, a rank
+/// receives it twice: from the terminal, and from the launcher of the ranks (`--gpus`).
 #[cfg(unix)]
 const TOGETHER: Duration = Duration::from_millis(250);
 
@@ -64,8 +64,7 @@ fn listen(seen: Arc<Received>, second: SecondSignal) -> std::io::Result<()> {
         for signal in signals.forever() {
             let first = *began.get_or_insert_with(Instant::now);
             let again = seen.times.load(Ordering::Relaxed) > 0;
-            // Slurm's warning may arrive twice, from srun and from the node. A repeated SIGUSR1 therefore does not end
-            // a run.
+            // Slurm may send its warning twice, so a repeated SIGUSR1 does not end a run.
             if again && (signal == SIGUSR1 || first.elapsed() < TOGETHER) {
                 continue;
             }
@@ -114,7 +113,7 @@ fn hangup_signal() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Records the work that will be finished after a first signal, for the message about the signal: `step 3 of 300`.
+/// Sets the work that the program finishes if a signal stops it (`step 3 of 300`), for the message about the signal.
 pub fn set_activity(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();
@@ -149,8 +148,7 @@ pub fn several_received() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 
-/// Whether the sweep or the launcher that started this process has exited. After its exit, this process has another
-/// parent.
+/// Whether a sweep or a launcher started this process and has exited.
 #[cfg(unix)]
 pub fn is_orphan() -> bool {
     static SWEEP: OnceLock<Option<i32>> = OnceLock::new();

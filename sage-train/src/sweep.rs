@@ -1,7 +1,7 @@
 //! A sweep: many runs that differ in a few settings. A sweep is planned from a file or from lists on the
 //! command line; child processes run it. Finished runs are skipped, and interrupted runs are resumed.
 //!
-//! The folder of a sweep is its whole state. `SWEEP/NAME/` is an ordinary run folder, identified by the settings in it.
+//! The folder of a sweep is its whole state. `SWEEP/NAME/` is an ordinary run folder, whose settings identify the run.
 //! The folder `SWEEP/plan/` has four kinds of entries for a run. `NAME.toml` contains the settings that the run was
 //! started with, and `NAME.stderr` the standard error of its process. `NAME.crash.json` is written if the process ended
 //! without writing an `ending.json`. `NAME.attempt-N` is the folder of an attempt that could not be resumed. Because
@@ -59,7 +59,7 @@ impl Sweep {
     /// When the folder exists and is not the folder of a sweep.
     pub fn plan(folder: PathBuf, configs: Vec<Config>) -> Result<Self> {
         if folder.exists() && !folder.join(PLAN).is_dir() {
-            return Err(Error::new("the folder does not contain a sweep")
+            return Err(Error::new("the folder exists, and does not contain a sweep")
                 .got(folder.display())
                 .allowed("a new folder, or the folder of an earlier start of this sweep")
                 .hint("choose another folder for the sweep with --name"));
@@ -70,7 +70,7 @@ impl Sweep {
             .map(|config| (config.identity(), config))
             .filter_map(|(identity, config)| seen.insert(identity.clone()).then_some((config, identity)))
             .collect();
-        // Sorted by seed: a sweep that stops early has run every arm for the seeds that it finished.
+        // Sorted by seed: if the sweep stops early, it has run all arms with the first seeds.
         kept.sort_by_key(|(config, _)| {
             (config.seed, config.weights_seed, config.data.order_seed, config.data.corpus_seed)
         });
@@ -84,7 +84,7 @@ impl Sweep {
         Ok(Self { folder, runs })
     }
 
-    /// The folder with the settings of each run, and the record of the run's process.
+    /// The folder that contains the settings of each run, and the output of its process.
     pub fn plan_folder(&self) -> PathBuf {
         self.folder.join(PLAN)
     }
@@ -95,7 +95,7 @@ impl Sweep {
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
     }
 
-    /// The settings in which the runs differ, and their values, in the order of the plan.
+    /// The settings in which the runs differ. The values of a setting are in the order of the planned runs.
     pub fn axes(&self) -> Vec<(String, Vec<String>)> {
         let identities: Vec<&Identity> = self.runs.iter().map(|run| &run.identity).collect();
         let axis = |key: String| {
@@ -164,7 +164,7 @@ mod tests {
         ];
         let sweep = Sweep::plan("nowhere".into(), texts.map(config).to_vec()).expect("a plan");
         let names: Vec<&str> = sweep.runs.iter().map(|run| run.name.as_str()).collect();
-        // Unquantized attention has no smoothing, so the first two texts describe the same run.
+        // Unquantized attention has no smoothing, so the first two elements of `texts` describe the same run.
         assert_eq!(
             names,
             [

@@ -66,7 +66,7 @@ pub enum Origin {
     Restart,
     /// From a checkpoint, in the folder of its run.
     Resume(Box<FoundCheckpoint>),
-    /// From a checkpoint of another run, in a new folder.
+    /// From a checkpoint of another run; this run gets a new folder.
     Branch(Box<FoundCheckpoint>),
 }
 
@@ -91,9 +91,9 @@ pub fn run(config: &Config, begin: &Origin) -> std::result::Result<Outcome, Stop
 /// ranks return the outcome.
 ///
 /// # Errors
-/// When data, folder or settings cannot be used. When a loss or gradient is not finite: later updates are disabled, and
-/// the folder keeps the metrics, their plot, the reason, and the weights of the last validation. When a signal
-/// interrupts the run, after the run has been saved.
+/// When data, folder or settings cannot be used. When a loss or gradient is not finite: the folder keeps
+/// the metrics, their plot, the reason, and the weights of the last validation. When a signal interrupts the run: the
+/// completed steps are saved first.
 pub fn run_as(
     config: &Config,
     begin: &Origin,
@@ -167,18 +167,17 @@ pub fn run_as(
         before,
     };
     if matches!(begin, Origin::Branch(_)) {
-        // A branch saves a checkpoint before its first step, so that it can be resumed even if it stops early.
+        // A run that branches off another run first saves a checkpoint, so that it can be resumed if it stops early.
         run.checkpoint(first);
     }
     to_its_end(run, channel)
 }
 
-/// Writes the settings of a new run or of a branch. The file of a resumed run keeps the settings of the run's first
-/// start, and the settings that this start changes are listed at its end.
+/// Writes the settings of a new run or of a branch. In the file of a resumed run, the settings of the first start
+/// remain, and the changed settings are appended.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()> {
     let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // If no step is left, changed settings have no effect and are not listed. But if the run was planned for another
-    // number of steps, the change of --steps is listed.
+    // If no step is left, changed settings have no effect, and are not appended unless --steps is one of them.
     if found.manifest.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -186,8 +185,7 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()
     folder.write(CONFIG, &Change::listed(&path, config, found.manifest.step)?)
 }
 
-/// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and the checkpoint is not
-/// after the last step.
+/// Checks that a run can continue from a checkpoint.
 fn check_continues(
     found: &FoundCheckpoint,
     begin: &Origin,
@@ -220,7 +218,7 @@ fn check_continues(
             }));
     }
     if matches!(begin, Origin::Branch(_)) && first == config.steps {
-        return Err(Error::new("the new run would have no steps")
+        return Err(Error::new("the new run would begin after its last step")
             .got(format!("a checkpoint after step {first}, --steps {first}"))
             .allowed(format!("more than {first} steps, or an earlier checkpoint"))
             .hint(format!("--steps {}, or --resume {}/checkpoints/step-N", 2 * first, found.run.display())));
@@ -254,8 +252,8 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
     progress.print(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
 }
 
-/// Removes the ending that an earlier start recorded. If another rank's failure ends this process, the failure is
-/// recorded as the ending.
+/// Removes the record of how an earlier start of the run ended. If another rank's failure ends the process of rank 0,
+/// that process first records the failure.
 fn no_ending_yet(folder: &RunDir, channel: &ControlChannel) -> Result<()> {
     folder.remove(ENDING)?;
     if channel.rank().is_first() {
@@ -284,7 +282,7 @@ fn to_its_end(mut run: Run<'_>, channel: &ControlChannel) -> std::result::Result
     let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
     let (vocab, hint) = (run.config.model.vocab, stop_hint(run.config));
     let ended = match run.train() {
-        // A run that has diverged still writes all of its results; then it ends with an error.
+        // A run that reached its last step but has diverged writes all of its results, then ends with an error.
         Ok(()) => run.finish().and_then(|outcome| match divergence(&outcome.points, vocab) {
             Some(why) => Err(Stop::Diverged(
                 Error::new("the run has diverged").got(why).allowed("a loss that falls").hint(hint),
@@ -304,7 +302,7 @@ fn to_its_end(mut run: Run<'_>, channel: &ControlChannel) -> std::result::Result
             Err(stop)
         }
     };
-    // A run whose folder was removed after its last step has no results.
+    // If the run's folder was removed after the last step, the run has failed.
     let there = opened.map_or(Ok(()), |folder| folder.check());
     let ended = ended.and_then(|outcome| there.clone().map(|()| outcome).map_err(Stop::Failed));
     let ending = match &ended {
@@ -331,7 +329,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), as_text);
         settings.insert(key, value);
     }
-    // The resolved value of --checkpoint-every is compared, because its default is the interval of validations.
+    // A rank may leave out --checkpoint-every while another sets its default: only the resolved values must agree.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
@@ -373,8 +371,8 @@ fn open_folder(config: &Config, begin: &Origin, channel: &ControlChannel) -> Res
     RunDir::open_read_only(path, first)
 }
 
-/// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough memory. Only the memory of the
-/// built-in corpus with its tokens and, on a CPU, of the model can be estimated beforehand.
+/// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough CPU memory. Counts only the memory
+/// of the built-in corpus, of its tokens and, if the device is the CPU, of the model.
 ///
 /// # Errors
 /// When this build or this machine lacks the device or the memory.

@@ -40,8 +40,8 @@ fn last_step(run: &Path) -> Option<u64> {
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
-/// `settings` with one step of one micro-batch. A trained model takes no steps, so its run's tokens per step need not
-/// be a multiple of the tokens of a micro-batch.
+/// Reduces training in `settings` to one step of one micro-batch. Otherwise, [`Config::resolve`] could refuse
+/// a micro-batch or context that does not divide the run's tokens per step.
 fn one_micro_batch(mut settings: Settings) -> Settings {
     let micro_batch = settings.batch.micro_batch.unwrap_or(8);
     let tokens = settings.data.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
@@ -108,19 +108,19 @@ pub struct Trained {
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
     /// Number of sequences of training data that the run has read. `None` if it is not known, or if the model was
-    /// opened with another context than the run had.
+    /// opened with another context length than the run's.
     pub sequences_seen: Option<u64>,
-    /// The stage of SLA2, which decides what the model attends to.
     stage: Stage,
 }
 
 impl Trained {
-    /// The stage of SLA2, which decides what the model attends to.
+    /// Whether a model with SLA2 attends to all keys or to a selection.
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
-    /// Opens a folder. `settings` override the settings of the run. If `trained`, the parameters have gradients.
+    /// Opens the folder of a run, checkpoint or model. `settings` override the settings of the run. If `trained` is
+    /// true, gradients can be computed.
     ///
     /// # Errors
     /// When the folder is not a run, checkpoint or model, or a file is missing or damaged.
@@ -212,7 +212,7 @@ impl Trained {
     /// Checks that data was read with the model's tokenizer, if the model's folder has one.
     ///
     /// # Errors
-    /// When the data has another tokenizer. If a tokenizer is trained on the data, other text gives another tokenizer.
+    /// When the data has another tokenizer, such as a tokenizer that was trained on other text.
     pub fn check_data(&self, folder: &Path, data: &Dataset) -> Result<()> {
         let path = run_folder(folder).join("tokenizer.json");
         if path.exists() { data.tokenizer.check_same(&path) } else { Ok(()) }

@@ -1,6 +1,6 @@
-//! `cargo run -p xtask -- figures` generates the tables of figures in README.md and docs/ from the data in
-//! docs/figures/, and reports each table of figures without data. With `--check` it lists the lines that differ from
-//! the generated text, and writes nothing.
+//! `cargo run -p xtask -- figures` generates the tables of figures in README.md and docs/ from the data files in
+//! docs/figures/, and reports tables of figures without a data file. With `--check` it writes nothing, and lists the
+//! lines that differ from the generated text.
 //! `cargo run -p xtask -- words` lists wording that makes readers stop.
 #![forbid(unsafe_code)]
 

@@ -9,8 +9,8 @@
 //! <!-- end of figures -->
 //! ```
 //!
-//! Without options the table is the whole data file; without a template (the lines with bars) the table has all
-//! columns. With `provenance=short` the line has only device and date.
+//! Without options and template (the lines with bars) the table is the whole data file. With `provenance=short` the
+//! line below the table has only device and date.
 
 use anyhow::{Result, bail, ensure};
 
@@ -80,8 +80,9 @@ pub(crate) fn generate(
 
 struct Block {
     name: String,
-    /// Number of lines of the comment that begins the table, and of the whole table.
+    /// Number of lines of the comment with name, options and template.
     directive: usize,
+    /// Number of all lines from this comment to the end mark.
     length: usize,
     body: Vec<String>,
 }

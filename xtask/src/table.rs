@@ -40,9 +40,9 @@ impl Table {
         Ok(())
     }
 
-    /// One row for each combination of the `keys`, with one column for each distinct entry of the column `spread`. With
-    /// several `values` there is a column for each pair of an entry and a value, named like `INT8.forward`. Rows and
-    /// columns keep the order of the data.
+    /// One row for each combination of the `keys`. Each distinct cell of the column `spread`, such as `INT8`, becomes a
+    /// column. With several columns `values`, such as `forward`, it becomes a column for each of them: `INT8.forward`.
+    /// Rows and columns keep the order of the data.
     pub(crate) fn pivot(&self, keys: &[String], spread: &str, values: &[String]) -> Result<Self> {
         let indices =
             |names: &[String]| names.iter().map(|name| self.column(name)).collect::<Result<Vec<_>>>();

@@ -1,7 +1,7 @@
 //! Computes cells from several columns. In a template `{ms}` is the text of a column, `{ms:2}` rounds it to two digits
 //! after the point, and `{baseline / ms}` computes a ratio, such as `1.54x`. A suffix changes the ratio's format: `:1`
 //! gives `1.5x`, `:%1` gives `154.0 %`, and `:+%1` gives `+54.0 %`. Ratios may have more than two terms, and a term may
-//! be a number. A cell, or a part of it in square brackets, is omitted if one of its columns is empty.
+//! be a number. A cell, or a part of it in square brackets, is omitted if a column that it uses is empty.
 
 use anyhow::{Context, Result, bail};
 
@@ -29,7 +29,7 @@ pub(crate) fn split(line: &str) -> Vec<String> {
     inner.split('|').map(|cell| cell.trim().to_owned()).collect()
 }
 
-/// A filled cell, or none if one of its columns is empty.
+/// Fills `template` with the values of `row`. Returns `None` if a value outside square brackets is empty.
 fn render(table: &Table, row: &[String], template: &str) -> Result<Option<String>> {
     let (mut out, mut rest, mut complete) = (String::new(), template, true);
     while let Some(at) = rest.find(['{', '[']) {

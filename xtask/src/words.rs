@@ -52,7 +52,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Messages for the files that git tracks below `root`.
+/// A message for each problem in the files that git tracks below `root`.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let listed =
         Command::new("git").arg("-C").arg(root).arg("ls-files").output().context("cannot run git")?;
@@ -69,7 +69,7 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// The paragraphs of a page, of comments, or of a source line's strings, each with the number of its first line.
+/// A page's paragraphs, or a source file's comments and lines with strings, each with the number of its first line.
 fn paragraphs(name: &str, text: &str) -> Vec<(usize, String)> {
     let extension = name.rsplit('.').next().unwrap_or_default();
     let (mut paragraphs, mut is_code, mut is_open) = (Vec::<(usize, String)>::new(), false, false);

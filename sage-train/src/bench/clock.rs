@@ -24,7 +24,7 @@ enum Source {
 }
 
 impl Clock {
-    /// A clock that pauses for `rest` before each series of calls.
+    /// A clock that pauses for `rest` before each series of timed calls.
     pub(super) fn new(device: &Device, rest: Duration) -> Result<Self> {
         let source = match device {
             #[cfg(feature = "cuda")]
@@ -67,7 +67,8 @@ pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> 
     Ok(memory(device)?.zip(before).map(|(after, before)| after.peak.saturating_sub(before.used)))
 }
 
-/// Launches the calls without waiting between them, as in training. The time between two events is device time.
+/// The device time of each call, between an event before the call and an event after it. The CPU does not wait between
+/// calls.
 #[cfg(feature = "cuda")]
 fn on_events(
     stream: &Arc<cudarc::driver::CudaStream>,

@@ -17,7 +17,7 @@ pub struct Row {
     pub head_dim: usize,
     /// Tokens of a sequence.
     pub tokens: usize,
-    /// The fraction of the (query, key) pairs that is skipped.
+    /// The fraction of the unmasked (query, key) pairs that is skipped.
     pub sparsity: Share,
 }
 
@@ -47,14 +47,15 @@ pub fn usual_rows() -> Vec<Row> {
     vec![row(4096, 0.85), row(16384, 0.9), row(32768, 0.95), row(131_072, 0.95)]
 }
 
-/// The result of one scheme on one row. Times are in milliseconds; a forward stores nothing for a backward.
+/// The result of one scheme on one row. Times are in milliseconds. A forward that is timed alone stores nothing
+/// for a backward.
 #[derive(Debug, Clone)]
 pub struct Measured {
     /// The shape.
     pub row: Row,
     /// Number of past blocks that a query block selects.
     pub blocks: usize,
-    /// The resulting sparsity: the fraction of the unmasked (query, key) pairs that is skipped.
+    /// The sparsity for this number of blocks: the fraction of the unmasked (query, key) pairs that is skipped.
     pub sparsity: f64,
     /// Batch size: number of sequences.
     pub batch: usize,
@@ -64,23 +65,22 @@ pub struct Measured {
     pub scheme: Scheme,
     /// Dense attention: forward, and forward with backward.
     pub dense: [f64; 2],
-    /// Only the selected blocks, with precomputed lists: forward, and forward with backward.
+    /// Attention to the selected blocks, with precomputed block lists: forward, and forward with backward.
     pub sparse: [f64; 2],
-    /// All of SLA2 (router, block lists, sparse attention, tail, their mixture): forward, and forward with backward.
+    /// Times of all of SLA2 (with the router, the block lists and the tail): forward, and forward with backward.
     pub sla2: [f64; 2],
     /// Time of forward and backward if each query block selects the sequence's first block and the nearest blocks.
     pub sink: f64,
     /// Time of the router and of building the block lists.
     pub select: f64,
-    /// Peak memory of a forward and backward beyond the inputs, in bytes: dense, SLA2. Not known on the CPU.
+    /// Peak memory of forward and backward, in bytes beyond the inputs: dense attention's and SLA2's. `None` on a CPU.
     pub extra_bytes: Option<[u64; 2]>,
 }
 
-/// Measures one row, first unquantized, then with SageBwd.
+/// The results for one row of the benchmark: first without quantization, then with SageBwd.
 ///
 /// # Errors
-/// When no number of blocks gives the sparsity, when the device has no kernels for the shape, or when it runs out of
-/// memory.
+/// When the row's sparsity cannot be reached, the device has no kernels for the shape, or memory is short.
 pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
     let settings = Settings::with(|s| s.sla2.sla2_sparsity = Some(row.sparsity));
     let attn: Attn = "sla2".parse()?;

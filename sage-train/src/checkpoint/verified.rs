@@ -10,7 +10,7 @@ use crate::hex;
 use crate::ranks::Rank;
 
 /// Reads a checkpoint's `checkpoint.json`. Checks it against the marker file, the known versions and the folder's
-/// name. Each rank checks the hashes of its share of the other files.
+/// name. The hashes of the files of weights and moments are checked too: each rank checks a share of these files.
 ///
 /// # Errors
 /// When the checkpoint is damaged or incomplete, its step differs from its folder's name, or its version is unknown.
@@ -19,9 +19,11 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest,
         let others: Vec<String> =
             steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
         let hint = match others.last() {
-            Some(other) => format!("move it away: then --resume {} continues from {other}", run.display()),
+            Some(other) => {
+                format!("move the checkpoint away: then --resume {} continues from {other}", run.display())
+            }
             None => {
-                "the run has no other checkpoint: restore this one from a copy, or begin a new run".into()
+                "the run has no other checkpoint: restore the files from a copy, or begin a new run".into()
             }
         };
         Err(Error::new(format!("the checkpoint {} cannot be used", path.display()))

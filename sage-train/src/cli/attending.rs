@@ -1,4 +1,4 @@
-//! The numerics of attention that a trained model is evaluated with.
+//! Flags for the attention numerics with which a trained model is evaluated.
 
 use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueGroups, ValueScale};
 
@@ -8,11 +8,12 @@ use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, Smoothin
 /// Attention settings that override the run's settings.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AttentionOverrides {
-    /// Attention of the evaluation [default: the run's]
+    /// Attention of the evaluation. A scheme other than the run's has its default settings, unless flags set them
+    /// [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
-    /// Schemes for single layers, instead of --attn: `0,-1=fpa` leaves the first and the last layer unquantized; ""
-    /// removes all such schemes [default: the run's, unless --attn names another scheme]
+    /// Overrides --attn for single layers: `0,-1=fpa` leaves the first and the last layer unquantized; "" uses --attn
+    /// in all layers [default: the run's; "" if --attn names another scheme than the run's]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
     /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]

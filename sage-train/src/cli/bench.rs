@@ -54,17 +54,18 @@ impl Pauses {
     }
 }
 
-/// What to measure. Each result is the median time of calls that cycle through several inputs, measured with CUDA
-/// events on a GPU. Times include quantization and smoothing.
+/// What to measure. Each result is the median time of several calls. Consecutive calls have different inputs. On a GPU,
+/// times are measured with CUDA events. Times include quantization and smoothing.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: keys of 192, values of 128), tokens, causal mask (1) or not (0), and optionally the
-    /// width of a sliding window. A head_dim above 128 runs with `fpa` on compute capability 8.0, 9.0 and 10.x, and
-    /// with `sagebwd:products=scores` on 9.0 [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
+    /// Shapes, e.g. 64:4096:1: head_dim (or 192/128: 192 for queries and keys, 128 for values), tokens, causal mask (1)
+    /// or not (0), and optionally the width of a sliding window. A head_dim above 128 runs with `fpa` on compute
+    /// capability 8.0, 9.0 and 10.x, and with `sagebwd:products=scores` on 9.0 [default: causal, D 64 and 128, N 1024;
+    /// on a GPU also N 8192 and 16384]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
     /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme;
-    /// sagebwd with several sets of INT8 matmuls]
+    /// sagebwd with several settings]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';')]
     schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
@@ -79,7 +80,7 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of the forward, and of forward + backward [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Supported by --schemes
+    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Supported by the schemes
     /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
@@ -130,12 +131,12 @@ impl BenchAttention {
     }
 }
 
-/// What to measure. Each result is the median time of calls that cycle through several inputs, measured with CUDA
-/// events on a GPU. Times include quantization; SLA2's times include the router and the block lists.
+/// What to measure. Each result is the median time of several calls. Consecutive calls have different inputs. On a GPU,
+/// times are measured with CUDA events. Times include quantization; SLA2's also include the router and the block lists.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchSla2 {
-    /// Shapes: head_dim, tokens, and sparsity (the fraction of the causal (query, key) pairs outside the selected
-    /// blocks) [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]
+    /// Shapes, e.g. 128:16384:90%: head_dim, tokens, and sparsity (fraction of the causal (query, key) pairs outside
+    /// the selected blocks) [default: 128:4096:85%, 128:16384:90%, 128:32768:95% and 128:131072:95%]
     #[arg(value_name = "D:N:SPARSITY")]
     rows: Vec<sla2::Row>,
     /// Where to measure [default: cuda if this build has it]
@@ -182,10 +183,10 @@ impl BenchSla2 {
     }
 }
 
-/// What to measure. Each result is the median time of calls, measured with CUDA events on a GPU.
+/// What to measure. Each time is the median of several calls. If the device is a GPU, CUDA events measure it.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchLinks {
-    /// Number of this machine's GPUs to use, unless torchrun or srun set it [default: 2]
+    /// Number of this machine's GPUs to use, if neither torchrun nor srun starts the processes [default: 2]
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
     /// Where to measure [default: cuda if this build has it]
@@ -197,7 +198,7 @@ pub(super) struct BenchLinks {
     /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node
     #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
     copy_engines: CopyEngines,
-    /// Size of the largest exchange, in megabytes
+    /// Size of the largest all-to-all exchange to measure, in megabytes
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
     /// Number of timed calls for each reported time

@@ -50,11 +50,11 @@ pub(super) struct Prepare {
     /// trained on the text]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json, or else the
-    /// first common name that the vocabulary has]
+    /// With --tokenizer: the token that ends a document, e.g. '[SEP]' [default: the end-of-sequence token of
+    /// tokenizer_config.json or config.json, or else a well-known end-of-text token of the vocabulary]
     #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
     end_of_text: Option<String>,
-    /// Vocabulary size of the tokenizer that is trained if --tokenizer is not given
+    /// Vocabulary size of the tokenizer that is trained if --tokenizer is not given; 32k is 32,768
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
     /// Format of the shards [default: llmc-u16, or llmc-u32 for a vocabulary of more than 65,536 entries]
@@ -66,8 +66,8 @@ pub(super) struct Prepare {
     /// Fraction of the documents kept for validation
     #[arg(long, value_name = "FRACTION", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
-    /// Validation data, given like DATA. With it, no documents of DATA are kept for validation
-    #[arg(long, value_name = "DATA")]
+    /// Validation data, in the same forms as DATA. With it, no fraction of DATA is kept for validation
+    #[arg(long, value_name = "VAL_DATA")]
     val_data: Vec<String>,
     /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -76,7 +76,7 @@ pub(super) struct Prepare {
     /// [default: `text`, or the column that a recipe names]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
-    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
+    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text). Without it, they are an error
     #[arg(long)]
     skip_bad: bool,
 }
@@ -89,14 +89,14 @@ pub(super) struct TrainTokenizer {
     /// File to create
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
-    /// Vocabulary size
+    /// Vocabulary size; 32k is 32,768
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
     /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
     /// [default: `text`, or the column that a recipe names]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
-    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
+    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text). Without it, they are an error
     #[arg(long)]
     skip_bad: bool,
 }
@@ -177,14 +177,15 @@ impl Prepare {
             0 => String::new(),
             n => format!("text that is not in the vocabulary: {}\n", counted(n, "token")),
         };
-        // Data that an older version began to prepare does not count these bytes.
+        // If an earlier version of sage-train tokenized all of the text, `token_bytes` is 0.
         let token_bytes = prepared.train.token_bytes + prepared.validation.token_bytes;
         dropped_text(bytes, token_bytes)
             .filter(|_| token_bytes > 0)
             .iter()
             .for_each(|dropped| notify(dropped));
         print(&format!(
-            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
+            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n\
+             {} in {}, {} vocabulary entries, {seconds:.1} s, {:.1} MB/s\n\
              train on it: sage-train --data {}\n",
             "part",
             "tokens",

@@ -1,4 +1,4 @@
-//! Lists of values for a flag, such as `--seed 1,2,3`, which make a sweep.
+//! Finds flags with several values, such as `--seed 1,2,3`. Such flags turn the command into a sweep.
 
 use std::ffi::OsString;
 
@@ -8,7 +8,8 @@ use toml::{Table, Value};
 
 use crate::settings::{Role, Settings, has_role};
 
-/// The command line with each list replaced by its first value, and the lists.
+/// The command line after each list of values (`1,2,3`) was replaced by its first value. `lists` has the replaced
+/// lists.
 #[derive(Debug)]
 pub(super) struct ExpandedCommand {
     pub(super) words: Vec<OsString>,
@@ -18,14 +19,14 @@ pub(super) struct ExpandedCommand {
 #[derive(Debug)]
 struct List {
     key: String,
-    /// Index of the command-line word with the value, and the prefix of that word before the value (`--seed=`).
+    /// Index of the command-line word that has the values. `before` is the text before the values, such as `--seed=`.
     at: usize,
     before: String,
     values: Vec<String>,
 }
 
 impl ExpandedCommand {
-    /// Finds the lists in a command line that trains or sweeps. Other verbs do not accept lists.
+    /// Finds lists of values, such as `1,2`, in a command line that trains or sweeps. Other commands accept no lists.
     pub(super) fn new(mut words: Vec<OsString>) -> Self {
         let verb = words.get(1).and_then(|word| word.to_str()).filter(|word| !word.starts_with('-'));
         if verb.is_some_and(|verb| verb != "sweep") {
@@ -49,7 +50,7 @@ impl ExpandedCommand {
             if !takes(&key) {
                 continue;
             }
-            // The last occurrence of a flag counts, as for single values.
+            // If a flag is repeated, only its last occurrence counts.
             lists.retain(|list: &List| list.key != key);
             let values = split(&key, value);
             if values.len() > 1 {
@@ -62,7 +63,8 @@ impl ExpandedCommand {
         Self { words, lists }
     }
 
-    /// The lists by their keys. `settings` parses a command line in which each list is replaced by one of its values.
+    /// A table from the key of each list to the list's values. `settings` parses a command line in which each list is
+    /// replaced by one of its values.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
@@ -74,7 +76,7 @@ impl ExpandedCommand {
                 let mut words = self.words.clone();
                 words[*at] = format!("{before}{value}").into();
                 let read = Table::try_from(settings(&words)?).unwrap_or_default();
-                // A value that TOML cannot represent is kept as text, which the sweep rejects.
+                // A value that TOML cannot represent becomes text here. The sweep later rejects this value.
                 list.push(read.get(key).cloned().unwrap_or_else(|| value.clone().into()));
             }
             table.insert(key.clone(), Value::Array(list));
@@ -93,8 +95,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas group the thousands of one number, as in `4,096`: one of the three-digit groups must begin with 0,
-/// because `4,196` can also be a list, whose values have no leading zeros.
+/// Whether the commas separate the thousands of one number, as in `4,096`, and not the values of a list. The values of
+/// a list have no leading zeros. So `4,196` counts as a list.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {
@@ -105,8 +107,8 @@ fn is_grouped(value: &str) -> bool {
         && words.any(|word| word.starts_with('0'))
 }
 
-/// The values of a list. A number with grouped thousands is one value, which is rejected later. A set of INT8
-/// matmuls may contain commas: `paper,forward,s,dv` is two sets. The seeds `1-3` are three values.
+/// The values of a list. A number with grouped thousands is one value, which is rejected later. A set of INT8 matmuls
+/// may contain commas: `paper,forward,s,dv` has the values `paper` and `forward,s,dv`. Seeds may be a range: `1-3`.
 fn split(key: &str, value: &str) -> Vec<String> {
     if is_grouped(value) {
         return vec![value.to_owned()];
@@ -128,7 +130,7 @@ fn split(key: &str, value: &str) -> Vec<String> {
     values
 }
 
-/// Checks that no list contains a value twice, which would be two identical runs.
+/// Checks that no list contains a value twice. If one did, two runs would be identical.
 pub(super) fn check(lists: &Table) -> Result<()> {
     for (key, values) in lists {
         let values = values.as_array().map_or(&[][..], Vec::as_slice);

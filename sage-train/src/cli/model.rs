@@ -27,9 +27,9 @@ use crate::{hf, notify};
 /// Arguments of `sample`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model is
-    /// computed in the scheme that its attention.json names, or unquantized if it lacks this file; its context is at
-    /// most 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model uses
+    /// the attention that its attention.json names; without this file, its attention is unquantized. Its context is
+    /// limited to 4096 tokens
     run: PathBuf,
     /// Text to continue; without it a new document begins
     #[arg(default_value = "")]
@@ -87,7 +87,10 @@ impl Sample {
             device,
         };
         if !self.special_tokens && tokenizer.spells_special_token(&self.prompt) {
-            notify("warning: the prompt's special tokens are encoded as text (--special-tokens: as tokens)");
+            notify(
+                "warning: the prompt's special tokens are encoded as text; --special-tokens encodes them as \
+                 tokens",
+            );
         }
         let written = writer.write(&self.prompt, tokens, &sampling)?;
         print(&format!("{}{}\n", self.prompt, written.text))?;
@@ -95,7 +98,7 @@ impl Sample {
         Ok(())
     }
 
-    /// The message after the text: number of tokens, speed, and numerics of attention.
+    /// The message after the generated text.
     fn summary(&self, written: &GeneratedText, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
@@ -115,7 +118,7 @@ impl Sample {
     }
 }
 
-/// Checks that the data is known: a run records its data, and any other model needs `--data`.
+/// Requires `--data` for a model that is not a run, because only a run records its data.
 pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed: &str) -> Result<()> {
     let of_run = run_folder(run).join("config.toml").exists() || !run.join("config.json").exists();
     if of_run || !data.is_empty() {
@@ -130,15 +133,15 @@ pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed
 /// Arguments of `eval`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model is
-    /// computed in the scheme that its attention.json names, or unquantized if it lacks this file; its context is at
-    /// most 4096 without --context
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model uses
+    /// the attention that its attention.json names; without this file, its attention is unquantized. Without --context,
+    /// its context is limited to 4096 tokens
     run: PathBuf,
-    /// Text or shards to evaluate on: all of a text, but only the validation shards of a folder from `sage-train data
-    /// prepare`. May be repeated for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on. In a folder that `sage-train data prepare` wrote, only the validation shards are
+    /// used. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
-    /// Key or column of the text in --data [default: the run's]
+    /// JSON key or column that holds the text in --data [default: the run's]
     #[arg(long, value_name = "NAME", requires = "data")]
     text_field: Option<String>,
     /// Largest number of tokens to evaluate [default: 1m = 1,048,576; 2k with --token-by-token]
@@ -147,16 +150,16 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from its prefix alone. If low-bit attention computes a whole sequence at once, a token
-    /// shares scales and means with later tokens; the difference between the two losses shows the effect
+    /// Print two losses: the model reads whole sequences, or predicts each token from its prefix alone. In a whole
+    /// sequence, a token can share scales and means of low-bit attention with later tokens; the losses show the effect
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Also print the loss by position: each sequence is divided into eight ranges of positions
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus
-    /// --recall` does. Measure how often the model recalls a number, grouped by the number of tokens between statement
-    /// and question. The model should have been trained on such documents
+    /// Measure how often the model recalls numbers that a document states and later asks for, grouped by the distance
+    /// in tokens. Each generated test document has at least WORDS words. The model should have been trained on
+    /// documents of `sage-train corpus --recall`
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences in one forward [default: the run's]
@@ -167,11 +170,12 @@ pub(super) struct Eval {
     context: Option<Quantity>,
     #[command(flatten)]
     attention: AttentionOverrides,
-    /// Score on a task of lm-evaluation-harness from its file of JSON lines: hellaswag, arc, piqa or lambada, e.g.
-    /// piqa=piqa.jsonl. May be repeated
+    /// Print, instead of the loss, the score on a task of lm-evaluation-harness: hellaswag, arc, piqa or lambada. FILE
+    /// has the task's JSON lines, e.g. piqa=piqa.jsonl. May be repeated
     #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
     tasks: Vec<(Task, PathBuf)>,
-    /// Score on HellaSwag from a file in llm.c's format: hellaswag_val.bin
+    /// Print, instead of the loss, the score on HellaSwag from llm.c's file hellaswag_val.bin. The model must have
+    /// GPT-2's tokenizer; for other models use --task hellaswag=FILE
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
     /// Where to compute [default: cuda if this build has it]
@@ -199,7 +203,6 @@ fn attention_of(trained: &Trained) -> String {
 
 impl Eval {
     pub(super) fn run(&self) -> Result<()> {
-        // Data other than the run's is tokenized with the model's tokenizer.
         let tokenizer = run_folder(&self.run).join("tokenizer.json").display().to_string();
         let usual = if self.all {
             1 << 40
@@ -289,8 +292,9 @@ fn evaluated(scheme: &str, result: &Evaluation) -> String {
     )
 }
 
-/// Prints how often a model recalls a name's number, by distance in tokens. Counts questions after a story about that
-/// name (announced) and other questions (unannounced) separately.
+/// Prints how often a model recalls the number that a document states for a name, by the distance in tokens from
+/// statement to answer. An announced question comes directly after a story about the name; an unannounced question
+/// does not.
 fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
     let Trained { config, tokenizer, device, .. } = trained;
     let context = config.model.context;
@@ -327,7 +331,8 @@ enum Exported {
 /// Arguments of `export`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Export {
-    /// Folder of a run with at least one validation, or of a checkpoint (RUN/checkpoints/step-N)
+    /// Folder of a run, or of a checkpoint (RUN/checkpoints/step-N). For a run, the weights at its last validation are
+    /// exported
     run: PathBuf,
     /// Folder to create
     #[arg(long, value_name = "DIR")]
@@ -342,7 +347,7 @@ impl Export {
         if !run_folder(&self.run).join("config.toml").exists() {
             return Err(Error::new("not a run that can be exported")
                 .got(self.run.display())
-                .allowed("the folder of a run")
+                .allowed("the folder of a run or of one of its checkpoints")
                 .hint("sage-train export runs/tiny-sagebwd-001 --to hf"));
         }
         let trained = Trained::open(&self.run, DeviceKind::Cpu, Settings::default(), false)?;

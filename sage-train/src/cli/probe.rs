@@ -1,4 +1,4 @@
-//! The verb `probe`: measures the errors of low-bit attention.
+//! The verb `probe`: measures the errors of low-bit attention, of FP8 matmuls and of SLA2.
 
 use std::path::PathBuf;
 
@@ -27,19 +27,19 @@ use crate::trained::run_folder;
 /// Arguments of `probe`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
-    /// Folder of a run with at least one validation, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging
-    /// Face's format (needs --data)
+    /// Folder of a run, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging Face's format (needs
+    /// --data). For a run, the weights at its last validation are probed. Not with --sigma
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards that the sequences are taken from. If it is a folder of `sage-train data prepare`, only its
-    /// validation shards are used. May be repeated for a mixture [default: the run's validation data; for --gradient the training
-    /// data that follows the model's last step]
+    /// Text or shards that the sequences are taken from. In a folder that `sage-train data prepare` wrote, only
+    /// the validation shards are used. May be repeated for a mixture [default: the run's validation data; with
+    /// --gradient, the training data that would follow the model's last step]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
-    /// Key or column of the text in --data [default: the run's]
+    /// JSON key or column that holds the text in --data [default: the run's]
     #[arg(long, value_name = "NAME", requires = "data")]
     text_field: Option<String>,
-    /// Number of validation sequences
+    /// Number of sequences; not with --gradient or --sigma
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
     /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]
@@ -49,11 +49,11 @@ pub(super) struct Probe {
     /// tokens [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: granularity of the backward's scales of P, dS and dO: `vector`, `group-N` or `tile` [default: the
-    /// run's]
+    /// SageBwd: scales of P, dS and dO in the backward: one for each row or column (`vector`), for N adjacent rows or
+    /// columns (`group-N`), or for each tile (`tile`) [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
+    /// Attention to probe [default: the run's; sagebwd with --sigma, or for a run with unquantized attention]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Tokens in a sequence [default: the run's; 1024 with --sigma]
@@ -62,7 +62,7 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also measure the errors when only one matmul (sagebwd) or one operand (attn-qat) is quantized
+    /// Also quantize each matmul (sagebwd) or each operand (attn-qat) alone, and measure the errors
     #[arg(long)]
     products: bool,
     /// SageBwd: use a scale for each token of Q and K, not one for each tile. This removes the error that outlier
@@ -72,9 +72,9 @@ pub(super) struct Probe {
     /// Multiply queries and keys by each of these factors, and print a table for each
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
-    /// Measure the error of SLA2 on a model that was trained without it, for each kind of block selection and of linear
-    /// attention (the tail). SLA2's parameters are fitted on half of the sequences, and the error is measured on the
-    /// other half
+    /// Measure the error of SLA2 on a model that was trained without it. Compares several block selections and several
+    /// approximations of attention to unselected blocks, such as linear attention. SLA2's parameters are fitted on half
+    /// of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
     /// With --selections: number of past key blocks that each query block selects
@@ -84,17 +84,17 @@ pub(super) struct Probe {
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
-    /// the same training data. Prints the error that averages out over tokens, the bias that does not, and the tokens
-    /// per step at which the bias equals the noise from the choice of data
+    /// the same data. Prints the part of the error that averages out over tokens, the part that remains (the bias), and
+    /// the tokens per step at which the bias equals the gradient's noise from the choice of data
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
-    /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
-    /// weight. Formats are the run's, or E4M3 for a run without FP8. The output matrix (LM head) is excluded
+    /// Compare FP8 matmuls of linear layers with exact matmuls: the errors of the output, the input's gradient and the
+    /// weight's gradient. The FP8 formats are the run's, or E4M3 for a run without FP8. The LM head is excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
     /// With --gradient: schemes with their settings, separated by semicolons:
-    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's scheme and its exceptions for single layers;
-    /// sagebwd for a run with unquantized attention]
+    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's --attn and --attn-layers; sagebwd for a run
+    /// with unquantized attention]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// With --gradient: number of micro-batches, a power of two, at least 16
@@ -103,7 +103,7 @@ pub(super) struct Probe {
     /// With --gradient: sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// With --gradient: sum in a fixed order on a GPU. Otherwise the order varies and adds noise to the error [default:
+    /// With --gradient: compute all sums on a GPU in a fixed order. A varying order adds noise to the error [default:
     /// the run's]
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
@@ -111,8 +111,8 @@ pub(super) struct Probe {
     /// `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
-    /// Probe random tensors instead of the tensors of a model, with queries and keys of these standard deviations, such
-    /// as 1,3,5,8,10
+    /// Probe random tensors instead of a model's tensors, once for each SIGMA, the standard deviation of the queries
+    /// and keys. Example: 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
     /// With --sigma: number of heads
@@ -154,7 +154,7 @@ impl Probe {
                 ));
         }
         if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {
-            return Err(Error::new("models are probed on the CPU")
+            return Err(Error::new("this probe runs only on the CPU")
                 .got("--device with a run")
                 .allowed("--device with --gradient, --linear or --sigma")
                 .hint("leave --device out"));
@@ -170,7 +170,7 @@ impl Probe {
         });
         let mut settings = typed.clone();
         if self.smoothing == Some(SmoothingSetting::None) && self.key_mean.is_none() {
-            // Without smoothing there is no mean, so the run's sample of tokens for the mean is not used.
+            // Without smoothing, no mean is subtracted, so the run's `key-mean` does not apply.
             settings.attention.key_mean = Some(Text(KeyMean::All));
         }
         match &self.run {
@@ -181,8 +181,8 @@ impl Probe {
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings, typed: &Settings) -> Result<()> {
         needs_data(run, &self.data, "probe on", "--data PATH")?;
-        // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is trained again on
-        // the run's data, and [`probe`] compares it with the saved tokenizer, which detects changed data.
+        // Data of `--data` is tokenized with the model's tokenizer. Without `--data`, the tokenizer is trained again on
+        // the run's data. [`probe`] compares it with the saved tokenizer, to detect changed data.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
         let tokenizer = (!self.data.is_empty()).then_some(tokenizer);
         let mut settings = settings.clone();
@@ -299,7 +299,7 @@ impl Probe {
             .collect::<Result<Vec<_>>>()?;
         let attn = self.attn.unwrap_or_else(|| SageBwd::default().into());
         let Some(scheme) = attn.scheme(settings) else {
-            return Err(Error::new("there is nothing to measure")
+            return Err(Error::new("this attention has no errors to measure")
                 .got(format!("--attn {attn}"))
                 .allowed("a low-bit scheme")
                 .hint("--attn sagebwd, or attn-qat"));

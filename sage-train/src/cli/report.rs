@@ -31,9 +31,9 @@ pub(super) struct ReportArguments {
     /// `attn=fpa`, else the first of the compared variants]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. For each value of
-    /// another setting, except a seed, the report has a separate table [default: the settings of attention, and those that
-    /// the sweep's file sets in a `[[points]]` table; if no such setting differs, the first setting that does]
+    /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. Runs that differ in
+    /// another setting, except a seed, are in separate tables [default: attention's settings, and settings that the
+    /// file of a sweep lists in `[[points]]`; if all runs agree in these, the first setting in which runs differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the baseline's loss: a variant matches the baseline if the 90 % confidence interval of the

@@ -23,11 +23,11 @@ pub(super) struct SeveralGpus {
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) overlap: Overlap,
     /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node, so that kernels can use
-    /// all multiprocessors
+    /// all multiprocessors; no effect with one GPU per node
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) copy_engines: CopyEngines,
-    /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 if transfers overlap with the
-    /// backward]
+    /// Size of a transfer of gradients, in megabytes [default: 680, or 200 for transfers during the backward
+    /// (--overlap)]
     #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
     pub(super) piece_mb: Option<f64>,
     /// With --dry-run: number of GPUs to plan for [default: --gpus]
@@ -89,8 +89,8 @@ impl SeveralGpus {
         self.ranks.is_some()
     }
 
-    /// The cluster that a dry run plans for. Its ranks are GPUs, or processes on a CPU; a step has `tokens` tokens.
-    /// Copy engines are assumed on GPUs, unless `--copy-engines` disables them.
+    /// The cluster that a dry run plans for. Its ranks are GPUs, or processes on a CPU. `tokens`: tokens of a step on
+    /// all ranks together. The plan uses the GPUs' copy engines, unless `--copy-engines` disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<Cluster> {
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),

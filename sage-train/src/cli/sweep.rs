@@ -1,4 +1,4 @@
-//! The verb `sweep`, and sweeps from lists on the command line.
+//! The verb `sweep`, and the sweeps that `train` runs if a flag has a list of values.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -23,10 +23,9 @@ use crate::{notify, partial, train, writing};
 /// values replaces the file's list.
 #[derive(Debug, Args)]
 pub(super) struct SweepArguments {
-    /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
-    /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini and muon-mini (minutes on
-    /// one H100), continuation-mini and sla2-prose (minutes on one H100; they need --data and --init-from), paper (a
-    /// cluster)
+    /// A TOML file, or a built-in sweep. On two CPU cores: tiny (an hour), sla2-tiny (20 minutes). On one H100 in
+    /// minutes: paper-mini, products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini,
+    /// muon-mini, and, with --data and --init-from, continuation-mini and sla2-prose. On a cluster: paper
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs, their state and the estimated remaining time, and exit. The estimate measures a few steps of
@@ -114,10 +113,10 @@ impl SweepArguments {
         }
         if !path.exists() {
             let names: Vec<&str> = SHIPPED.iter().map(|(name, _)| *name).collect();
-            return Err(Error::new("there is no such sweep")
+            return Err(Error::new("the file of the sweep does not exist")
                 .got(path.display())
-                .allowed(format!("a TOML file, or {}", names.join(", ")))
-                .hint("sage-train sweep tiny --print shows such a file"));
+                .allowed(format!("a TOML file, or a built-in sweep: {}", names.join(", ")))
+                .hint("sage-train sweep tiny --print shows an example of a file"));
         }
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok((Spec::read(path)?, stem))
@@ -196,7 +195,7 @@ fn without(settings: Settings, lists: &Table) -> Settings {
 /// The commands that continue a sweep, as printed in messages.
 pub(super) struct ResumeCommands {
     pub(super) resume: String,
-    /// The command that also starts failed runs again.
+    /// The command that continues the sweep and starts its failed runs again.
     pub(super) retry_hint: String,
 }
 
@@ -223,7 +222,7 @@ pub(super) fn execute(spec: &Spec, sweep: &Sweep, limits: &Limits, commands: &Re
     if tally.failed > 0 {
         return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!(
-                "the reasons are in ending.json of each run in {0}, or in {0}/plan if a process died",
+                "the reasons are in ending.json of each run in {0}, or in {0}/plan if its process died",
                 sweep.folder.display()
             ))
             .allowed("runs that finish, or diverge")
@@ -235,7 +234,7 @@ pub(super) fn execute(spec: &Spec, sweep: &Sweep, limits: &Limits, commands: &Re
     Ok(())
 }
 
-/// The report options of a sweep. Each of the sweep's `[[points]]` is an arm.
+/// The report options of a sweep. The settings in its `[[points]]` distinguish arms.
 fn options(spec: &Spec) -> ReportOptions {
     let points: BTreeSet<&String> = spec.points.iter().flat_map(Table::keys).collect();
     ReportOptions {
@@ -246,7 +245,7 @@ fn options(spec: &Spec) -> ReportOptions {
     }
 }
 
-/// Reports the runs of the sweep that exist.
+/// Reports those runs of the sweep that have been started.
 fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     let folders = sweep.run_folders();
     if folders.is_empty() {
@@ -259,7 +258,7 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
         let folder = sweep.folder.display();
         let (count, names) = (counted(others.len() as u64, "run"), others.join(", "));
         found.warnings.push(format!(
-            "left out {count} that this sweep does not include: {names}; `report {folder}` compares all runs"
+            "left out {count} in this folder that the sweep does not list: {names}; `report {folder}` compares all runs"
         ));
     }
     let study = Study::new(found.runs.clone(), &options).or_else(|error| {

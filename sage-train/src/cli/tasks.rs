@@ -19,7 +19,7 @@ pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
     known.ok_or_else(|| {
         let names = Task::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let names: Vec<String> = names.map(|value| value.get_name().to_owned()).collect();
-        Error::new("not a task with its file")
+        Error::new("--task needs a task and its file")
             .got(format!("`{text}`"))
             .allowed(format!("TASK=FILE, with one of the tasks {}", names.join(", ")))
             .hint("--task piqa=piqa.jsonl")

@@ -9,7 +9,7 @@ use crate::during;
 /// Threads of a verb.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Threads {
-    /// Number of threads; losses and weights do not depend on it [default: all cores]
+    /// Number of CPU threads. It does not change computed values [default: all cores]
     #[arg(long, value_name = "N", global = true)]
     threads: Option<usize>,
 }

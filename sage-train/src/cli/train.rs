@@ -1,4 +1,4 @@
-//! `sage-train` without a subcommand (`Verb`): trains, or prints the resolved run.
+//! `sage-train` without a subcommand.
 
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
@@ -33,8 +33,8 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings, such as a run's config.toml; flags override it. Changes that --resume made later
-    /// (`[[changes]]` in config.toml) are ignored
+    /// TOML file with settings, such as a run's config.toml; flags override it. A run's original settings are used, not
+    /// the `[[changes]]` that were made when it was resumed
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Resume a run from its newest checkpoint (RUN: the run's folder), or from another checkpoint (RUN: the
@@ -43,8 +43,9 @@ pub(super) struct Train {
     /// otherwise, so that a restarted job can repeat its command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
-    /// With --resume RUN: continue in a new folder of this name, and do not change RUN. Attention may change: `--resume
-    /// runs/a --attn sagebwd --new-name b` keeps the weights, moments and data order
+    /// With --resume RUN: continue in a new folder of this name, and do not change RUN. --attn may change between fpa,
+    /// sagebwd and attn-qat; the weights, the optimizer's moments and the data order are kept:
+    /// `--resume runs/a --new-name b --attn sagebwd`
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
     /// Print the run's settings, the model's size, and the estimated time and memory, and exit
@@ -75,7 +76,7 @@ impl Train {
         if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
             return Err(Error::new("a resumed run already has settings")
                 .got("--config with --resume")
-                .allowed("--config, or --resume RUN; both with --resume auto")
+                .allowed("--config without --resume, or with --resume auto")
                 .hint("flags may change the length, learning rates, evaluation and logging of the run"));
         }
         if self.new_name.is_some() && self.resume.as_deref() == Some(Path::new(AUTO)) {
@@ -210,23 +211,24 @@ impl Train {
         Ok(())
     }
 
-    /// Prints what a new run with a `--config` file does not take over from the file's run: settings that were changed
-    /// on resuming, and, if `--new-name` created the file's run, the weights with which it began.
+    /// If the `--config` file belongs to an earlier run, prints what the new run does not take over: the checkpoint
+    /// that the earlier run started from, if any, and settings that were changed when the earlier run was resumed.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
-        // The parent run is only named in a message, so failing to read its name is only a warning.
+        // An error is only a warning, because the branch matters only for the message below.
         if let Some(branch) =
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
             notify(&format!(
-                "--config starts from new weights, but the file's run started from the weights of {} after step {}; \
-                 to start from a checkpoint of {0} too: --resume {0} --new-name NAME",
+                "--config takes only the settings of a run, but the run of this file started from the \
+                 weights of {} after step {}; to start from a checkpoint of {0}: --resume {0} --new-name \
+                 NAME",
                 branch.run, branch.step
             ));
         }
         for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
-            notify(&format!("--config ignores what the file's run changed when it was resumed: {change}"));
+            notify(&format!("--config ignores settings that were changed by a later --resume: {change}"));
         }
         Ok(())
     }
@@ -239,7 +241,7 @@ impl Train {
             "each run of a sweep is one process: leave the flag out, or give one value for each setting";
         for (flag, given, hint) in [
             ("--resume", self.resume.is_some(), goes_on),
-            ("--write-batches", self.write_batches.is_some(), "give one value"),
+            ("--write-batches", self.write_batches.is_some(), "leave --write-batches out"),
             ("--gpus", self.several.gpus.is_some(), alone),
             ("--context-parallel", self.several.context_parallel != 1, alone),
         ] {
@@ -263,7 +265,7 @@ impl Train {
         };
         let sweep = sweep::plan(&spec, typed, lists, free)?;
         if self.dry_run {
-            // The plan of the first run shows the settings that all runs share.
+            // The first run's configuration also shows the settings that all runs share.
             let first =
                 sweep.runs.first().map_or(String::new(), |run| format!("\n{}:\n{}", run.name, run.config));
             let table = sweep::table(&spec, &sweep, None, 1, None);
@@ -276,7 +278,7 @@ impl Train {
     }
 }
 
-/// The run that flags and a file of settings describe.
+/// The run requested by the flags and the settings file.
 fn requested_config(
     typed: Settings,
     file: Settings,
@@ -285,8 +287,8 @@ fn requested_config(
     agreed(fill_from_files(typed.over(file)).and_then(Config::resolve), channel)
 }
 
-/// Checks that all ranks have the same result, and returns it. An error in the settings is the same on all ranks, and
-/// only rank 0 reports it.
+/// Returns `found`, after checking that it is `Ok` on all ranks or the same error on all ranks. Only rank 0 reports the
+/// error.
 fn agreed<T>(found: Result<T>, channel: &ControlChannel) -> std::result::Result<T, Stop> {
     let outcome =
         found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
@@ -309,7 +311,7 @@ fn resumed_config(
             .into());
     };
     let run = asked.out.join(name);
-    // Rank 0 checks for all ranks, before any rank creates or removes a file.
+    // Rank 0 decides for all ranks whether to start or resume, before any rank creates or removes a file.
     let found = || -> Result<String> {
         Ok(match checkpoint::newest(&run) {
             Some(step) => format!("step {step}"),
@@ -336,7 +338,7 @@ fn finished(run: &Path) -> Result<bool> {
     Ok(matches!(status, Some(Status::Finished | Status::Diverged)))
 }
 
-/// The name with the next free number for the folder of a sweep.
+/// The first free name in `out` for a sweep's folder, such as `tiny-sweep-001`.
 fn free_name(out: &Path, preset: Preset) -> Result<String> {
     let preset = preset.name();
     let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));

@@ -1,4 +1,4 @@
-//! Checks that typed settings have an effect on the run; a setting without an effect is an error.
+//! Checks that the settings on the command line have an effect on the run; a setting without an effect is an error.
 
 use candle_sage::{Error, Result};
 
@@ -9,7 +9,7 @@ use crate::data::source::{self, Source};
 use crate::model::{Choice, LinearPrecision};
 use crate::settings::{DataSettings, ModelSettings, OptimizerSetting, Schedule, Settings, TailSetting};
 
-/// The error of a typed setting that has no effect together with the other settings.
+/// The error for a setting on the command line that has no effect on the run.
 fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
     Err(Error::new(format!("--{key} has no effect on this run"))
         .got(format!("--{key} with {with}"))
@@ -80,7 +80,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_data(&typed.data, &config.data)
 }
 
-/// Checks the typed settings of the model: some have an effect only with attention.
+/// Checks the model settings on the command line: some have no effect in a model without attention.
 fn check_model(typed: &Settings, config: &Config) -> Result<()> {
     if config.model.scheme.is_some() {
         return Ok(());
@@ -90,8 +90,8 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
         window_pattern,
         softcap,
         sinks,
-        // These settings describe projections and heads. A model without attention accepts these settings too, for
-        // comparison under the same flags.
+        // These settings are accepted for models without attention too, so that models with and without attention can
+        // be compared under the same flags.
         heads: _,
         key_heads: _,
         head_dim: _,
@@ -124,7 +124,7 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
     }
 }
 
-/// Checks the typed settings of the data: some have an effect only on some kinds of data.
+/// Checks that the data settings on the command line have an effect on the run's data.
 fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.sources.is_some() && typed.corpus_mb.is_some() {
         let hint = "--corpus-mb is the size of the built-in corpus: leave it out, or leave --data out";

@@ -1,4 +1,4 @@
-//! Checks that the user's attention settings apply to the run's attention.
+//! Checks that the user's attention settings apply to the chosen kind of attention.
 
 use candle_sage::{Error, Result, Scheme};
 use toml::Table;
@@ -7,7 +7,7 @@ use super::of_attention;
 use crate::model::Sla2Config;
 use crate::settings::{Attn, Settings};
 
-/// Checks that every attention setting in `typed` applies to this kind of attention.
+/// Checks that every attention setting in `typed` applies to the attention that `attn`, `scheme` and `sla2` describe.
 ///
 /// # Errors
 /// When a setting applies only to another kind of attention.
@@ -33,6 +33,10 @@ pub fn check_own(
     settings.retain(|name| !name.starts_with("tile"));
     Err(Error::new(format!("--{key} is not a setting of this attention"))
         .got(format!("--{key} with --attn {attn}"))
-        .allowed(if settings.is_empty() { "nothing: it has no settings".into() } else { settings.join(", ") })
+        .allowed(if settings.is_empty() {
+            "nothing: this attention has no settings".into()
+        } else {
+            settings.join(", ")
+        })
         .hint("leave it out, or choose an --attn that has this setting"))
 }

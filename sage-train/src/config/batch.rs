@@ -25,8 +25,8 @@ fn tokens_per_step(s: &BatchSettings) -> Result<u64> {
     in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)
 }
 
-/// The sequences of a micro-batch and the micro-batches of a step, for a run of `steps` steps over sequences of
-/// `context` tokens.
+/// The number of sequences in a micro-batch, and the number of micro-batches in a step. The run has `steps` steps over
+/// sequences of `context` tokens.
 ///
 /// # Errors
 /// When a setting is out of range, or a step is not a whole number of micro-batches.
@@ -43,7 +43,7 @@ pub(super) fn resolve(s: &BatchSettings, context: usize, steps: u64) -> Result<(
     Ok((micro_batch, accumulation))
 }
 
-/// The number of micro-batches of a step. `micro_batch * context` cannot overflow, because both factors are in range.
+/// The number of micro-batches of a step. `micro_batch * context` cannot overflow: both settings have upper limits.
 fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
     let micro = (micro_batch * context) as u64;
     if tokens_per_step.is_multiple_of(micro) {

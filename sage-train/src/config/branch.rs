@@ -6,14 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::Identity;
 
-/// The point at which a run was branched off another run.
+/// The point at which a new run was branched off the original run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Branch {
-    /// Folder of the other run.
+    /// Folder of the original run.
     pub run: String,
-    /// Steps of the other run before the branch.
+    /// Steps of the original run before the branch.
     pub step: u64,
-    /// The changed settings with their values in the other run, without settings that the other run did not have.
+    /// The original run's values of the settings that the new run changed. Settings that only the new run has are
+    /// omitted.
     pub before: BTreeMap<String, String>,
 }
 
@@ -25,8 +26,7 @@ impl Branch {
     }
 }
 
-/// The text omits the folder of the run that was branched off, so that branches that differ only in their seeds have the
-/// same text.
+/// Leaves out the other run's folder, so that equal branches off runs that differ only in seeds have the same text.
 impl std::fmt::Display for Branch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let before: Vec<String> = self.before.iter().map(|(key, value)| format!("{key} {value}")).collect();

@@ -1,5 +1,5 @@
 //! Settings that were changed when a run was resumed. A run's `config.toml` keeps the initial settings. Below them,
-//! `[[changes]]` lists the step of each later start and the settings that the start changed.
+//! each `[[changes]]` entry has the step of a resume and the settings that it changed.
 
 use std::path::Path;
 
@@ -61,8 +61,8 @@ impl Change {
         Ok(settings.over(before))
     }
 
-    /// The text of a run's `config.toml` for a start after `step` steps with the settings of `config`. Changes that
-    /// are listed for this step or later steps are removed, and the changes of this start are added.
+    /// The text of a run's `config.toml` after a resume from step `step` with the settings of `config`. Changes that
+    /// are listed for this step or later steps are removed, and the changes of this resume are added.
     ///
     /// # Errors
     /// As [`Change::read`].
@@ -108,7 +108,7 @@ fn unusable(path: &Path, got: String) -> Error {
     Error::new(format!("cannot use the changes in {}", path.display()))
         .got(got)
         .allowed("[[changes]] entries with `step` and settings, as --resume writes them")
-        .hint("restore the entries from a copy of the file; they record with which settings the steps were trained")
+        .hint("restore the entries from a copy of the file; they record which settings each step was trained with")
 }
 
 #[cfg(test)]
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(12, 16, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 16 ");
-        // The run starts again from step 12, and then from a step before any change.
+        // A second resume from step 12 replaces the change of the first. A resume from step 4 removes all changes.
         assert_eq!(start(12, 14, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 14 ");
         assert_eq!(start(4, 8, 0.004), "");
         let error = |text: &str| {

@@ -21,7 +21,7 @@ pub struct CheckpointConfig {
 }
 
 impl CheckpointConfig {
-    /// The checkpoints that the settings describe.
+    /// Which checkpoints a run with these settings writes and keeps.
     ///
     /// # Errors
     /// When a setting is out of range.

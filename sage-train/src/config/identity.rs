@@ -14,7 +14,7 @@ use crate::settings::{Preset, Role, SchemeSetting, Settings, has_role, in_words_
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
 
-/// The key, in an identity, of the point at which the run was branched off another run.
+/// The key under which an identity stores the run's [`Branch`](super::Branch).
 pub const BRANCHED_FROM: &str = "branched-from";
 
 /// Whether a key is a setting of attention.
@@ -25,7 +25,7 @@ pub fn of_attention(key: &str) -> bool {
 }
 
 impl Config {
-    /// The keys of settings that this run has but a run with only the preset's settings does not have.
+    /// The keys of settings that have a value in this run but not in its preset.
     pub fn keys_of_some_runs(&self) -> BTreeSet<String> {
         let keys =
             |settings: &Settings| Table::try_from(settings).expect("settings are plain values").into_iter();
@@ -62,7 +62,7 @@ impl Config {
                     learning_rate,
                     beta2,
                     heads_apart,
-                    // The identity includes these settings as they were typed.
+                    // The identity already contains these settings, as they were typed.
                     adamw: _,
                     weight_decay: _,
                     momentum: _,
@@ -110,8 +110,8 @@ impl Config {
     }
 }
 
-/// Settings of the model that are absent by default, with their resolved values, so that a resume notices if such a
-/// setting was added or removed.
+/// Model settings without a default value. If one is not set, the identity contains it as `off` or `none`, so that a
+/// resume notices if the setting was added or removed.
 fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
     let LlamaConfig {
         untied,
@@ -124,7 +124,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
         scheme: _,
         layer_schemes: _,
         sla2: _,
-        // The identity includes these settings as they were typed.
+        // `Config::identity` copies these settings from `Config::settings`.
         vocab: _,
         layers: _,
         width: _,
@@ -191,19 +191,18 @@ pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
 }
 
-/// The keys in which runs differ. If all runs have equal token budgets, the number of steps follows from the tokens per
-/// step, and the warm-up from the steps: such dependent keys are left out.
+/// The keys in which runs differ. A key is left out if its value follows from another of these keys: the warm-up
+/// follows from the number of steps; with equal token budgets, the number of steps follows from the tokens per step.
 pub fn differing(identities: &[&Identity]) -> Vec<String> {
     let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
     let differs = |key: &&&String| {
-        // A run without attention has no QK-norm setting, and does not differ from other runs in this setting.
+        // A run without attention has no QK-norm setting. This does not count as a difference.
         let counts = |value: &Option<&String>| value.is_some() || **key != QK_NORM;
         let mut values = identities.iter().map(|identity| identity.get(**key)).filter(counts);
         let first = values.next().flatten();
         !values.all(|value| value == first)
     };
-    // A scheme's settings distinguish runs of that scheme; runs of different schemes are distinguished by the schemes'
-    // names.
+    // An attention setting is listed only if runs with the same `attn` differ in it.
     let within_one = |key: &str| {
         let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
         for identity in identities {
@@ -253,7 +252,7 @@ fn equal_budgets(identities: &[&Identity]) -> bool {
     tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
 }
 
-/// A setting's value as the text in an identity.
+/// The text with which an identity represents a setting's value.
 pub fn as_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

@@ -25,7 +25,7 @@ struct Size {
     micro_batch: usize,
     tokens_per_step: u64,
     steps: u64,
-    /// The default of `warmup-steps`. It is limited to a tenth of the run's steps.
+    /// The default of `warmup-steps`. The default is limited to a tenth of the run's steps.
     warmup: u64,
     lr: f64,
     eval_every: u64,
@@ -106,7 +106,7 @@ const SMALL_124M: Size = Size {
     eval_tokens: 1 << 20,
 };
 
-/// SageBwd, sections 5.1 to 5.3: 2.1M tokens per step, 37.5k steps, 1k warm-up steps, learning rate 3e-5.
+/// SageBwd paper, sections 5.1 to 5.3: 2.1M tokens per step, 37.5k steps, 1k warm-up steps, learning rate 3e-5.
 const PAPER_325M: Size = Size {
     layers: 20,
     width: 1024,
@@ -154,16 +154,16 @@ fn size(preset: Preset) -> Size {
     }
 }
 
-/// The default of every setting that is not optional. The functions below name every field of a table, so that a new
-/// setting does not compile without a default.
+/// The default of every setting that is not optional. The functions below name every field of a struct of settings, so
+/// that a new setting does not compile without a default.
 pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {
         run: run(preset, &size),
         attention: attention(),
-        // Missing settings follow from the run's context, steps and device.
+        // All are unset. The defaults of some depend on the run's context, steps and device.
         sla2: Sla2Settings::default(),
-        // The default is bf16, which has no settings.
+        // All are unset. The setting `linear` is bf16 by default, and the other settings matter only with FP8.
         linear: LinearSettings::default(),
         data: data(&size),
         batch: BatchSettings {

@@ -26,7 +26,7 @@ pub fn reference() -> String {
             write!(page, "\n## `[{last}]`\n\n| key | flag | what it does | default | run | resume |\n|---|---|---|---|---|---|\n")
                 .expect("a string takes everything");
         }
-        // The default of the device depends on the build, as the description of `device` says.
+        // The page shows no default for `device`, because this default depends on the build.
         let default = defaults.get(&setting.flag).filter(|_| setting.flag != "device");
         let default = default.map_or(String::new(), |value| format!("`{}`", as_text(value)));
         let yes = |yes: bool| if yes { "yes" } else { "" };

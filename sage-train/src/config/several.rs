@@ -30,10 +30,10 @@ pub const NETWORK: f64 = 45e9;
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
-/// On two H100 with 64k tokens, the exchange takes 2 ms per layer (from the step times in docs/several-gpus.md).
+/// For a sequence of 64k tokens on two H100, the exchange takes 2 ms per layer (from docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
-/// Bytes of memory that NCCL uses on each GPU, per rank of its node; a node with fewer than four ranks counts as four.
+/// Bytes of memory that NCCL uses on each GPU, per rank of its node. One to three ranks count as four ranks.
 /// Runs needed more memory than estimates that omit NCCL (docs/several-gpus.md): 1.9 to 2.4 GiB more in five runs on
 /// four H100, and 4.0 to 5.5 GiB more in eight runs on eight H200. The error of the estimate on a single GPU is
 /// subtracted from these differences.
@@ -43,7 +43,8 @@ const NCCL: u64 = 1 << 29;
 /// memory) transfer the gradients and a GPU has few tokens per step. Measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// Fraction of the time of forward and backward that can hide transfers. Transfers between nodes use this time first.
+/// Fraction of the time of forward and backward that can hide transfers. Transfers between nodes use this time before
+/// transfers within a node.
 const HIDES: f64 = 0.6;
 
 /// Seconds of the phases of a step.
@@ -64,16 +65,16 @@ impl Seconds {
     }
 }
 
-/// What an update moves: parameters, bytes of memory per parameter, and bytes of all weights, which each rank gathers.
+/// An update of `parameters` parameters reads and writes `moved` bytes per parameter. Then each rank gathers
+/// `gathered` bytes of weights.
 struct Updated {
     parameters: u64,
     moved: u64,
     gathered: u64,
 }
 
-/// Seconds of an update: the ranks of a node exchange and sum gradients, the gradient norm and the optimizer read and
-/// write `moved` bytes per parameter, and the ranks gather `gathered` bytes of weights. `link` is the bandwidth between
-/// the ranks. The backward hides a fraction of the exchange, at most `hides` seconds.
+/// Seconds of an update, including the exchange of gradients between the ranks of a node. `link` is the bandwidth
+/// between these ranks. The backward hides a fraction of the exchange, at most `hides` seconds.
 fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
     let Updated { parameters, moved, gathered } = updated;
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
@@ -157,7 +158,7 @@ impl Config {
         )
     }
 
-    /// The time of a step by its phases, and the efficiency compared with single GPUs.
+    /// The time of a step and of its phases, and the throughput.
     fn step(&self, world: Cluster, seconds: &Seconds) -> String {
         let of_step = |part: f64| 100.0 * part / seconds.all();
         let shared = match world.mesh.context {
@@ -189,7 +190,7 @@ impl Config {
         Updated { parameters: self.model.parameters(), moved, gathered: self.gathered_bytes() }
     }
 
-    /// Bytes of the weights that the ranks of a node gather in a step.
+    /// Bytes of all weights, which the ranks of a node gather in each step.
     fn gathered_bytes(&self) -> u64 {
         self.model.read_bytes(self.device.dtype().size_in_bytes() as u64)
     }
@@ -215,7 +216,8 @@ impl Config {
         let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
-        // With many tokens the GPU's power limit determines the time of a step, so overlapping saves no time.
+        // With many tokens the GPU's power limit determines the time of a step, so transfers during the
+        // backward save no time.
         let hides = match mesh.engines && mesh.during_backward && (tokens as u64) < FEW_TOKENS {
             true => (HIDES * gradients - network).max(0.0),
             false => 0.0,
@@ -239,8 +241,8 @@ impl Config {
         alone / seconds.all()
     }
 
-    /// Peak memory of a rank, which stores its shard of the f32 weights and of the moments, and buffers for data from
-    /// other ranks.
+    /// Peak memory of a rank. It includes buffers for data from other ranks, and only a shard of the f32 weights and of
+    /// the moments.
     pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
         let (memory, parameters) = (self.memory(), self.model.parameters());
         if mesh.rank().of == 1 {
@@ -258,8 +260,8 @@ impl Config {
         }
     }
 
-    /// Peak bytes of the exchange of heads between ranks that share a sequence: the gradients of query, key and value
-    /// as they are sent, as they are received, and in their final order.
+    /// Peak bytes of the exchange of heads between ranks that share a sequence: three copies of the gradients of query,
+    /// key and value (as sent, as received, and in their final order).
     fn exchanged_bytes(&self, mesh: Mesh, element: u64) -> u64 {
         let heads = (self.model.heads + 2 * self.model.key_heads) as u64;
         let tokens = (self.micro_batch * self.model.context) as u64;
@@ -293,15 +295,14 @@ mod tests {
     }
 
     /// Compares predicted step times of two and four GPUs with docs/several-gpus.md. Each prediction starts from the
-    /// measured time of one GPU's gradients. `LINK` and `MEMORY` are measured separately, in transfers and updates. Two
-    /// measured steps are left out because constants were fitted to them: the step of 4k tokens with copy engines
-    /// (`BESIDE`), and the only step that shares sequences (`SHARED`).
+    /// measured time in which one GPU computes its gradients. The test omits the measurements from which the constants
+    /// `BESIDE` (two H100, 4k tokens per GPU) and `SHARED` (two H100 that share sequences) were derived.
     #[test]
     fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let during_backward = Mesh { engines: true, during_backward: true, ..after };
         let four = Rank { index: 0, of: 4 };
-        // Three steps on two H200, four on two H100, one on four H100 and two on four H200.
+        // In order: three steps on two H200, four on two H100, one on four H100 and two on four H200.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),
@@ -323,8 +324,8 @@ mod tests {
         }
     }
 
-    /// Compares the predicted peak memory of a GPU, in GiB, with docs/several-gpus.md. Several H200 share one sequence,
-    /// with recomputation.
+    /// Compares the predicted peak memory of a GPU, in GiB, with two runs of docs/several-gpus.md. In the runs, four or
+    /// eight H200 share one sequence and recompute activations.
     #[test]
     fn memory_of_a_shared_sequence_is_predicted() {
         for (ranks, context, recompute, measured) in

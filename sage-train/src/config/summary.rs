@@ -285,11 +285,12 @@ impl Config {
     pub fn memory(&self) -> Memory {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
-            // Weights are in f32, with copies in 16 bit or FP8 if training reads copies.
+            // The weights in f32, and their copies in 16 bit or FP8, if any.
             weights: 4 * parameters + self.model.copies_of_weights(if element == 4 { 0 } else { element }),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
-            // Activations are freed before the update and before a validation.
+            // At most one of these is in memory at a time: training's activations, the update's temporary tensors,
+            // validation's copies of weights.
             activations: self
                 .model
                 .activation_bytes(self.micro_batch, element)

@@ -52,7 +52,7 @@ impl Sequences {
     }
 
     /// The part of every sequence that one rank computes: consecutive tokens, equally many for each rank. `documents`
-    /// still describe the whole sequences.
+    /// is not cut: it describes the whole sequences.
     pub fn part(self, part: Rank) -> Self {
         if part.of == 1 {
             return self;
@@ -122,7 +122,7 @@ impl<'a> Batches<'a> {
         self.mixture.source(source).len().saturating_sub(1) / self.cut.context as u64
     }
 
-    /// Sequences `first..first + count` in the infinite order of training.
+    /// Sequences `first..first + count` in the order of training.
     ///
     /// # Errors
     /// When a shard cannot be read, or an id is not in the vocabulary.
@@ -137,7 +137,7 @@ impl<'a> Batches<'a> {
         (first..first + count as u64).map(|n| self.place(n)).collect::<BTreeSet<_>>().len()
     }
 
-    /// Sequences `first..first + count`, with the sequences of each source in the order of its text.
+    /// Sequences `first..first + count` without shuffling: each source is read in the order of its text.
     ///
     /// # Errors
     /// When a shard cannot be read, or an id is not in the vocabulary.
@@ -149,17 +149,16 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
-    /// For sequence `n` of [`Batches::in_order`]: the bytes of the original text, divided by the bytes of the text that
-    /// the tokens decode to.
+    /// Bytes of original text per byte of decoded tokens, over the whole source that sequence `n` is from.
     pub fn text_ratio(&self, n: u64) -> f64 {
         self.mixture.source(self.mixture.draw(n).0).text_ratio()
     }
 
-    /// Writes the first `count` sequences in the order of training to a shard. Each sequence, with the token after it,
-    /// is a document. Another program can train on the same sequences with this shard.
+    /// Writes a shard of the first `count` sequences of training, so that another program can train on the same
+    /// sequences. Each sequence, with the token after it, is a document.
     ///
     /// # Errors
-    /// When there are too many sequences for a shard, a shard cannot be read, or the file cannot be written.
+    /// When a source cannot be read, the file cannot be written, or `count` sequences are too many for one shard.
     pub fn write(&mut self, count: u64, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         let tokens = count.saturating_mul(self.cut.context as u64 + 1);
         if tokens > u64::from(u32::MAX) {
@@ -305,10 +304,10 @@ mod tests {
         assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());
     }
 
-    /// The definition of the order. Sources of equal weights alternate. Draw `k` from a source of `s` sequences is
+    /// The order of the sequences: sources of equal weights alternate. Draw `k` from a source of `s` sequences is
     /// sequence `k mod s` of epoch `k / s`. The order of an epoch is a shuffle by ChaCha8 with the order's seed and
-    /// stream number `epoch + 2^48 source`. The expected lists are from another implementation of ChaCha8 and the
-    /// shuffle, because a run must continue in the same order after an update of crates.
+    /// stream number `epoch + 2^48 source`. Another implementation of ChaCha8 and the shuffle computed the expected
+    /// lists. An update of crates must not change the order, because resumed runs continue in the same order.
     #[test]
     fn the_order_is_that_of_its_definition() {
         const ORDERS: [[&[u32]; 3]; 2] = [

@@ -17,9 +17,9 @@ pub struct DataConfig {
     /// Files, folders and patterns that are only for validation; if empty, a fraction of `sources` is kept for
     /// validation.
     pub val_sources: Vec<SourceSetting>,
-    /// The key or column of text.
+    /// The JSON key, or the CSV or parquet column, that contains the text.
     pub text_field: String,
-    /// A tokenizer's file or name; found automatically if `None`.
+    /// A tokenizer's file or name. If `None`: the tokenizer next to the shards; without shards, one is trained.
     pub tokenizer: Option<String>,
     /// The token that ends a document; found automatically if `None`.
     pub end_of_text: Option<String>,
@@ -99,7 +99,7 @@ impl DataConfig {
     }
 }
 
-/// The sources of a flag; either all or none of them must have a weight.
+/// The sources that were passed to a flag. Checks that either all or none of the sources have a weight.
 fn sources(flag: &str, sources: Option<&Vec<SourceSetting>>) -> Result<Vec<SourceSetting>> {
     let sources = sources.cloned().unwrap_or_default();
     let weighted = sources.iter().filter(|source| source.weight.is_some()).count();

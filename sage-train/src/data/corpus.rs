@@ -77,7 +77,7 @@ impl Corpus {
     fn bind(&self, rng: &mut ChaCha8Rng) -> Bound {
         let mut bound = Bound::new();
         for (name, list) in &self.grammar.bind {
-            // Each placeholder gets a different word: hero and friend are never the same.
+            // Each placeholder gets a different word: `hero` and `friend` are never the same.
             let free: Vec<&String> = self.grammar.words[list]
                 .iter()
                 .filter(|word| bound.values().all(|taken| taken != *word))
@@ -127,7 +127,7 @@ impl Corpus {
         }
     }
 
-    /// Adds keys with numbers, and then questions about the keys in another order.
+    /// Adds keys with their numbers, and then asks for the numbers of two keys.
     fn ledger(&self, bound: &Bound, rng: &mut ChaCha8Rng, text: &mut String) {
         let keys: Vec<&String> =
             self.grammar.words["object"].choose_multiple(rng, rng.clone().random_range(3..=5)).collect();

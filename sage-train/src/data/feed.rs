@@ -16,7 +16,7 @@ pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
     /// Starts the thread. For each number in `firsts`, the thread makes a micro-batch of `micro_batch` consecutive
-    /// sequences, beginning with the sequence of this number. The thread ends when the feed is dropped.
+    /// sequences, beginning with the sequence that has this number. The thread ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,

@@ -53,7 +53,7 @@ pub struct Named {
     pub dataset: String,
     /// Pattern of the data set's files.
     pub pattern: String,
-    /// Column of the text, if a recipe names it.
+    /// Column that contains the text; `None` if no recipe states it.
     pub text_field: Option<String>,
 }
 
@@ -74,7 +74,8 @@ impl Named {
     }
 }
 
-/// Checks a name. Names become parts of paths, so only letters, digits, `-`, `_` and `.` are allowed.
+/// Checks the name of a model or data set, OWNER/NAME. Names become parts of paths, so only letters, digits, `-`, `_`
+/// and `.` are allowed.
 fn check_name(name: &str) -> Result<()> {
     let part = |part: &str| {
         !part.is_empty()
@@ -88,7 +89,10 @@ fn check_name(name: &str) -> Result<()> {
     Err(Error::new("not a valid name for the Hugging Face Hub")
         .got(format!("`{name}`"))
         .allowed("OWNER/NAME of letters, digits, `-`, `_` and `.`")
-        .hint("hf:roneneldan/TinyStories; `sage-train data recipes` lists short names"))
+        .hint(
+            "a data set: hf:roneneldan/TinyStories, or a name that `sage-train data recipes` lists; a tokenizer: \
+             openai-community/gpt2",
+        ))
 }
 
 #[cfg(test)]

@@ -93,7 +93,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
     Ok(found)
 }
 
-/// The source at a path. Prints a message about files at this path that are not data.
+/// The text files or token shards at a path. Prints a message if other files are skipped.
 fn find_text(path: &Path) -> Result<Source> {
     let mut passed_over = SkippedFiles::default();
     let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
@@ -103,8 +103,7 @@ fn find_text(path: &Path) -> Result<Source> {
     Ok(found)
 }
 
-/// Passes the pieces of a file to `each`, in order, until `each` ends the reading, and returns a record of what was
-/// read.
+/// Passes the pieces of a file to `each`, in order, until `each` ends the reading. Returns a record of what was read.
 pub(super) fn read_file(
     file: &TextFile,
     skip_bad: bool,
@@ -129,7 +128,7 @@ pub(super) fn is_blank(piece: &Piece) -> bool {
     piece.text.trim().is_empty()
 }
 
-/// A tokenizer trained on the beginning of the text in files.
+/// A tokenizer trained on the text of the files, up to a total of `TRAINING_BYTES`.
 ///
 /// # Errors
 /// When the files cannot be read, or contain no text.
@@ -162,8 +161,10 @@ pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> 
 }
 
 pub(super) fn no_text() -> Error {
-    Error::new("there is no text")
+    Error::new("the data contains no text")
         .got("only empty documents")
         .allowed(format!("text in {}", reader::extensions()))
-        .hint("name the key or column of the text with --text-field")
+        .hint(
+            "check the files; in JSON lines, CSV and Parquet, --text-field names the key or column of the text",
+        )
 }

@@ -1,8 +1,8 @@
-//! A mixture of several lists of tokens, drawn in proportion to their weights.
+//! A mixture of several lists of tokens. Each list gives sequences in proportion to its weight.
 
 use super::Tokens;
 
-/// Lists of tokens with weights.
+/// Lists of tokens, each with a weight.
 #[derive(Debug, Clone)]
 pub struct Mixture {
     sources: Vec<(Tokens, f64)>,
@@ -51,14 +51,14 @@ impl Mixture {
 
     /// The source of draw `n`, and the number of earlier draws from that source. The result is a pure function of `n`:
     /// each source takes its share of the draws that the sources before it did not take. After any number of draws, the
-    /// counts match the weights up to rounding.
+    /// number of draws from each source is proportional to its weight, up to rounding.
     pub fn draw(&self, mut n: u64) -> (usize, u64) {
         let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         let last = self.sources.len() - 1;
         for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
             let share = (weight / left).min(1.0);
             let taken = |draws: u64| match self.counted {
-                // Integer arithmetic: `draws` times the rounded `share` may be just below the exact integer.
+                // Uses integers, because the rounding error of `share` could change the floor of `draws * share`.
                 true => (u128::from(draws) * *weight as u128 / (left as u128).max(1)) as u64,
                 false => (draws as f64 * share).floor() as u64,
             };

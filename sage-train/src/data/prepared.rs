@@ -29,7 +29,7 @@ pub struct Prepared {
     pub train: Part,
     /// The validation data.
     pub validation: Part,
-    /// Tokens that stand for text that is not in the vocabulary.
+    /// Number of unknown tokens, which replace text that the vocabulary cannot represent.
     #[serde(default)]
     pub unknown_tokens: u64,
     /// Every file that was read, in order. Empty in folders of older versions.
@@ -48,7 +48,7 @@ pub struct FileRead {
     pub documents: u64,
     /// Bytes of text of these documents.
     pub text_bytes: u64,
-    /// Documents that could not be read and were left out.
+    /// Number of documents that could not be read and were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped: u64,
 }

@@ -1,4 +1,4 @@
-//! The saved progress of a preparation, from which an interrupted preparation continues.
+//! The saved progress of `sage-train data prepare`, from which an interrupted command continues.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,15 +16,15 @@ use super::tokenizer::Tokenizer;
 use crate::partial::{JOURNAL, PARTIAL};
 use crate::{during, partial, writing};
 
-/// Shortest time between two saved states, unless a shard was completed.
+/// Shortest time between two saves of the progress, if no shard is completed between them.
 const BETWEEN: Duration = Duration::from_secs(1);
 
-/// The inputs and settings that determine the resulting tokens. (`--skip-bad` is not among them and may change when a
-/// preparation continues: documents that were skipped before stay skipped, and counted.)
+/// The inputs and settings that must not change when a preparation continues. `--skip-bad` may change: documents that
+/// were skipped before the interruption stay skipped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Work {
     pub(super) files: Vec<TextFile>,
-    /// Hash of the named tokenizer; `None` if a tokenizer is trained.
+    /// Hash of the tokenizer that `--tokenizer` names; `None` if a tokenizer is trained.
     pub(super) tokenizer: Option<String>,
     /// The named end-of-text token (`--end-of-text`).
     #[serde(default)]
@@ -65,18 +65,18 @@ impl Work {
     }
 }
 
-/// The state of the work up to a position in the text.
+/// What a preparation has read and written up to a position in the text.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Done {
     /// Files that were completely read.
     pub(super) files: Vec<FileRead>,
-    /// Number of pieces that were read from the file after `files`, which is not completely read.
+    /// Number of pieces that were read from the current file, which follows `files`.
     pub(super) pieces: u64,
     /// Number of complete documents.
     pub(super) documents: u64,
     /// Whether the position is inside a document.
     pub(super) continued: bool,
-    /// Tokens that stand for text that is not in the vocabulary.
+    /// Number of unknown tokens, which replace text that the vocabulary cannot represent.
     #[serde(default)]
     pub(super) unknown: u64,
     /// Hash of the tokenizer.
@@ -86,7 +86,7 @@ pub(super) struct Done {
 }
 
 impl Done {
-    /// The state before any text, with this tokenizer.
+    /// The state before any text is read.
     pub(super) fn new(tokenizer: &Tokenizer) -> Self {
         Self { tokenizer: tokenizer.hash().into(), ..Self::default() }
     }
@@ -115,10 +115,11 @@ impl<'a> Journal<'a> {
         Self { folder, work, written: Instant::now(), took: Duration::ZERO, shards: 0 }
     }
 
-    /// The state that an interrupted preparation saved. Files that are not part of the state are removed.
+    /// The state that an interrupted preparation saved. Removes `.bin`, `.json` and partial files from the folder
+    /// if they are not part of the state.
     ///
     /// # Errors
-    /// When the interrupted work was different, or its state cannot be read.
+    /// When this work differs from the interrupted work, or the saved state cannot be read.
     pub(super) fn before(&mut self) -> Result<Option<Done>> {
         let path = self.folder.join(JOURNAL);
         let what = || format!("cannot continue {}", self.folder.display());
@@ -147,7 +148,7 @@ impl<'a> Journal<'a> {
                 std::fs::remove_file(&path).map_err(writing(&path))?;
             }
         }
-        // An interrupted preparation wrote the complete shards: check that they open before more shards are added.
+        // Shards with a sidecar are complete. Check that they open before more shards are added.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
                 return Err(Error::new("a complete shard has lost its .bin.json file")
@@ -162,7 +163,8 @@ impl<'a> Journal<'a> {
         Ok(done)
     }
 
-    /// The files of a state: the journal, the tokenizer, all shards, and the sidecars of complete shards.
+    /// The files that belong to the state `done`: the journal, the tokenizer, all shards, and the sidecars of complete
+    /// shards.
     fn kept(&self, done: &Done) -> Vec<PathBuf> {
         let mut kept: Vec<_> =
             [JOURNAL, "tokenizer.json", TOKENIZER_CONFIG].iter().map(|name| self.folder.join(name)).collect();
@@ -180,8 +182,7 @@ impl<'a> Journal<'a> {
     /// Saves the state at intervals, and sooner if the number of complete shards, `shards`, has changed.
     pub(super) fn keep(&mut self, shards: usize, done: impl FnOnce() -> Result<Done>) -> Result<()> {
         let since = self.written.elapsed();
-        // A save takes longer if the shards are larger. The pauses between saves limit saving to a twentieth of the
-        // time.
+        // Saves of large shards are slow, so the pause after a save is at least 20 times as long as the save.
         if shards == self.shards && since < BETWEEN || since < 20 * self.took {
             return Ok(());
         }

@@ -1,5 +1,5 @@
-//! Documents with questions about facts that were stated much earlier. Each document is a pure function of (seed,
-//! number).
+//! Documents with questions about facts that were stated much earlier. Each document is a pure function of the seed and
+//! the document's index.
 //!
 //! Every name of a document has a number, stated in notes such as `Note: Bara 42, Kelo 17.` The number follows the name
 //! directly, so that a model need not first learn which words of a sentence belong together. A document is a sequence
@@ -7,8 +7,8 @@
 //!
 //! - a *beginning* states a name's number, and continues with a story that has the name in each of its sentences;
 //! - a *return* is a story about an earlier name, and ends with its number ([`QuestionContext::AfterStory`]);
-//! - *questions* are a note with several earlier names and their numbers, without a story before it
-//!   ([`QuestionContext::Suddenly`]);
+//! - *questions* are a note with several earlier names and their numbers, which are the answers. No story precedes the
+//!   note ([`QuestionContext::Suddenly`]);
 //! - a *roll* is a note that lists names with numbers, and then lists them again in another order. Only rolls use these
 //!   names.
 //!
@@ -28,17 +28,17 @@ const SYLLABLES: [&str; 16] =
 /// trained on the documents.
 const NAMES: usize = 256;
 
-/// Number of names that only rolls use. Such a name gets a new number in each roll. Each other name has only one
-/// number in a document.
+/// How many names are only in *roll* paragraphs. Each roll gives such a name a new number. Every other name has only
+/// one number in a document.
 const ROLL_NAMES: usize = 64;
 
 /// Number of names in a roll.
 const ROLL: usize = 8;
 
-/// Number of names that a paragraph of questions asks for.
+/// Largest number of questions in a *questions* paragraph.
 const QUESTIONS: usize = 8;
 
-/// Numbers that a name may have.
+/// The range from which the numbers of names are drawn.
 const NUMBERS: std::ops::Range<u32> = 10..100;
 
 const STORIES: [&str; 12] = [
@@ -59,7 +59,7 @@ const STORIES: [&str; 12] = [
 /// The context in which a number is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum QuestionContext {
-    /// At the end of a story about the number's name; the story announces the question.
+    /// At the end of a story about a name. The story announces the question about the name's number.
     AfterStory,
     /// Without any announcement.
     Suddenly,
@@ -151,8 +151,8 @@ impl Draft {
         }
     }
 
-    /// Draws a distance in paragraphs, uniformly or log-uniformly, and returns the name whose number was last stated
-    /// closest to this distance. Only names with this value of `often` are considered.
+    /// Draws a number of paragraphs, uniformly or log-uniformly. Returns the index of a name with this value of `often`
+    /// whose number was last stated about that many paragraphs ago.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
@@ -162,7 +162,7 @@ impl Draft {
             .min_by_key(|n| distance(n).abs_diff(wanted))
     }
 
-    /// Adds a question, which is the text `before`, a known name and its number.
+    /// Asks for the number of `known[n]`: adds the text `before`, the name and, as the answer, the number.
     fn ask(&mut self, n: usize, before: &str, asked: QuestionContext) {
         let StatedNumber { name, number, said, .. } = &self.known[n];
         let (name, number, said) = (name.clone(), *number, *said);
@@ -172,8 +172,8 @@ impl Draft {
 }
 
 impl Recall {
-    /// Number of words in the story of a *return*: a fortieth of the document's words, so that a long document has
-    /// about twenty names for returns. The story of a *beginning* has half as many words.
+    /// Number of words in the story of a *return*: a fortieth of the document's words. The story of a *beginning* has
+    /// half as many. With these lengths a long document has about 40 *beginning* paragraphs.
     fn story_words(self) -> usize {
         (self.words / 40).max(8)
     }

@@ -76,7 +76,6 @@ impl Shard {
         if size == 0 {
             return refuse("0 bytes".into(), "a header, or tokens".into());
         }
-        // The count comes from the file, so the count is compared with the file's length before memory is allocated.
         if size < format.header() || payload != tokens * format.width() {
             return refuse(
                 format!("{size} bytes"),
@@ -114,7 +113,7 @@ impl Shard {
                 Err(Error::new("a shard was made with another tokenizer")
                     .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
                     .allowed(format!("tokenizer {:.12}", tokenizer.hash()))
-                    .hint("train: all sources need the same tokenizer, see --tokenizer; eval: give text, or shards with the run's tokenizer"))
+                    .hint("give all sources the same tokenizer, see --tokenizer; for eval: text, or shards of the run's tokenizer"))
             }
             _ => Ok(()),
         }
@@ -142,25 +141,25 @@ impl Shard {
         Ok(())
     }
 
-    /// Checks that the file is the one that was opened first, or has the same contents.
+    /// Checks that the file has not changed since [`Shard::open`], or still has the same contents.
     fn check_unchanged(&self, now: &FileIdentity) -> Result<()> {
         let mut checked = self.checked.lock().unwrap_or_else(PoisonError::into_inner);
         if *checked == *now {
             return Ok(());
         }
         let changed = |got: &str| {
-            Error::new("a shard was replaced after it was opened")
+            Error::new("a shard was changed or replaced after it was opened")
                 .got(format!("{}: {got}", self.path.display()))
-                .allowed("the same file, or a file with the same contents")
+                .allowed("the file as it was opened")
                 .hint("restore the file; --resume then continues the run from its newest checkpoint")
         };
         match self.hashed() {
             Some((path, hash)) if now.len == checked.len => match Self::compare(&path, &hash) {
                 Compared::Same => *checked = now.clone(),
-                Compared::Another(_) => return Err(changed("a file with other contents")),
+                Compared::Another(_) => return Err(changed("the contents differ")),
                 Compared::Unread(error) => return Err(error),
             },
-            _ => return Err(changed("another file")),
+            _ => return Err(changed("the size, modification time or inode differs")),
         }
         Ok(())
     }
@@ -215,12 +214,12 @@ impl Shard {
             Error::new(format!("{} does not match its .bin.json file", path.display()))
                 .got(format!("SHA-256 {got}"))
                 .allowed(expected)
-                .hint("copy or prepare it again"),
+                .hint("copy or prepare the shard again"),
         )
     }
 }
 
-/// The identity of a file, to notice another file at the same path.
+/// Differs after the file at a path was changed or replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct FileIdentity {
     len: u64,

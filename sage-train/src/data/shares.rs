@@ -30,14 +30,14 @@ struct Row {
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Shares {
-    /// The shares in the batches of a run of `run_tokens` tokens.
+    /// The share of each source in the batches of a run of `run_tokens` tokens.
     pub fn of(config: &DataConfig, train: &Mixture, run_tokens: u64) -> Self {
         let tokens = train.sources().map(super::Tokens::len).collect();
         Self::new(config, tokens, train.shares(), run_tokens, false)
     }
 
-    /// The shares before any text is read. The tokens of shards are known; the tokens of text are estimated from the
-    /// sizes of its files. `None` for the built-in corpus.
+    /// The share of each source, computed without reading any text. The tokens of shards are known; the tokens of text
+    /// are estimated from the sizes of its files. `None` for the built-in corpus.
     ///
     /// # Errors
     /// When a source cannot be found, or a shard cannot be read.

@@ -24,7 +24,7 @@ pub struct Part {
     pub token_bytes: u64,
 }
 
-/// The state of the training or validation data while it is written, from which writing can be resumed.
+/// What is needed to continue writing the training or the validation data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Split {
     pub(super) part: Part,
@@ -32,7 +32,7 @@ pub(super) struct Split {
     pub(super) open: Option<PartialShard>,
 }
 
-/// Writes the shards of the training or validation data, one after the other.
+/// Writes the shards of one split: the training data or the validation data.
 pub(super) struct SplitWriter<'a> {
     folder: &'a Path,
     name: &'a str,
@@ -44,7 +44,7 @@ pub(super) struct SplitWriter<'a> {
 }
 
 impl<'a> SplitWriter<'a> {
-    /// Continues from the state of an earlier start; the default state starts with the first shard.
+    /// Continues from a saved state. The default state starts with the first shard.
     pub(super) fn new(
         folder: &'a Path,
         name: &'a str,
@@ -74,8 +74,8 @@ impl<'a> SplitWriter<'a> {
         self.part.tokens
     }
 
-    /// Adds tokens of a document, for `text_bytes` bytes of text; `ends` tells whether these tokens end the document. A
-    /// shard may end inside a document.
+    /// Adds tokens that were made from `text_bytes` bytes of a document; with `ends`, they are its last tokens. A shard
+    /// may end inside a document.
     pub(super) fn write(&mut self, mut tokens: &[u32], mut text_bytes: u64, ends: bool) -> Result<()> {
         let mut left = self.tokenizer.bytes_of(tokens);
         while !tokens.is_empty() {
@@ -96,7 +96,7 @@ impl<'a> SplitWriter<'a> {
             let room = (self.shard_tokens - shard.tokens()).min(tokens.len() as u64) as usize;
             let (now, later) = tokens.split_at(room);
             let token_bytes = self.tokenizer.bytes_of(now);
-            // The bytes of text are split between shards in proportion to the bytes that their tokens stand for.
+            // `text_bytes` is divided among the shards in proportion to the bytes of each shard's tokens.
             let share = match left > token_bytes {
                 true => (u128::from(text_bytes) * u128::from(token_bytes) / u128::from(left)) as u64,
                 false => text_bytes,

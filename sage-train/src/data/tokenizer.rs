@@ -47,7 +47,7 @@ pub struct Tokenizer {
     hash: String,
     /// Bytes of text that each id stands for.
     bytes: Vec<u64>,
-    /// Path in the cache, for a trained tokenizer that is not in the cache yet.
+    /// Where [`Tokenizer::cache`] saves the tokenizer; `None` if it was not newly trained.
     uncached: Option<PathBuf>,
 }
 
@@ -56,7 +56,7 @@ impl Tokenizer {
     /// before.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn trained_on(documents: &[&String], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
         in_range("vocab-size", config.vocab_size, LEAST_ENTRIES, 1 << 24)?;
         let path = cached(documents, config);
@@ -74,7 +74,7 @@ impl Tokenizer {
         };
         if tokenizer.vocab_size() < config.vocab_size {
             say(&format!(
-                "the text is too short for more than {} entries; the remaining entries are unused",
+                "the text is too short for more than {} entries; the other entries of --vocab-size are unused",
                 tokenizer.vocab_size()
             ));
         }
@@ -96,7 +96,7 @@ impl Tokenizer {
     /// Trains a byte-level BPE on the first 16 MiB of the documents.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn train<'a>(documents: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self> {
         let mut inner = Inner::new(BPE::default());
         inner.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
@@ -119,7 +119,7 @@ impl Tokenizer {
         Self::new(inner, Some(END_OF_TEXT)).map_err(during("cannot train a tokenizer"))
     }
 
-    /// Loads a `tokenizer.json`. A `tokenizer_config.json` next to it names the token that ends a document.
+    /// Loads a `tokenizer.json`. A `tokenizer_config.json` next to it can name the token that ends a document.
     ///
     /// # Errors
     /// When the file cannot be read, or no end-of-text token is found.
@@ -136,8 +136,8 @@ impl Tokenizer {
             let failed = during::<AnyError>(format!("cannot use the tokenizer {}", path.display()));
             move |error| failed(error).with_kind(ErrorKind::Invalid)
         };
-        let hint = "a tokenizer is a tokenizer.json as written by `tokenizers`; name the token that ends a document \
-                    as `eos_token` in a tokenizer_config.json next to it, or in training with --end-of-text";
+        let hint = "a tokenizer is a tokenizer.json as written by `tokenizers`; `eos_token` in a tokenizer_config.json \
+                    next to it, or --end-of-text in training, names the token that ends a document";
         let bytes = std::fs::read(path).map_err(|error| what()(error.into()).hint(hint))?;
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
@@ -172,7 +172,7 @@ impl Tokenizer {
     fn new(mut inner: Inner, end_of_text: Option<&str>) -> std::result::Result<Self, String> {
         // Text that contains the spelling of the end-of-text token is encoded as text.
         inner.set_encode_special_tokens(true);
-        // Some files truncate or pad texts to a fixed length. Both are disabled.
+        // A `tokenizer.json` may truncate or pad texts to a fixed length.
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         let entries = inner.get_vocab_size(true);
@@ -237,16 +237,16 @@ impl Tokenizer {
         if Self::load(path)?.hash == self.hash {
             return Ok(());
         }
-        Err(Error::new("a tokenizer trained on the data differs from the run's tokenizer")
+        Err(Error::new("the tokenizer of the data differs from the run's tokenizer")
             .got(format!("data whose tokenizer is not {}", path.display()))
-            .allowed("the text that the run was trained on")
-            .hint("check whether files of the data were added or changed"))
+            .allowed("the data and the tokenizer of the run")
+            .hint("check whether files of the data, or the tokenizer, were changed"))
     }
 
     /// The ids of a text, without an end-of-text token.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.encode_all(&[(text, false)])?.swap_remove(0))
     }
@@ -255,7 +255,7 @@ impl Tokenizer {
     /// of each text tells whether the text starts in the middle of a document.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn encode_all(&self, texts: &[(&str, bool)]) -> Result<Vec<Vec<u32>>> {
         let cut: Vec<(usize, &str, bool)> = texts
             .iter()
@@ -301,10 +301,10 @@ impl Tokenizer {
         ids.iter().filter(|&&id| Some(id) == self.unknown).count() as u64
     }
 
-    /// A message about changes of a text by encoding and decoding; `None` if the text is unchanged.
+    /// Encodes and decodes a text. Returns a message about the changes, or `None` if the text is unchanged.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn changes(&self, text: &str) -> Result<Option<String>> {
         let ids = self.encode(text)?;
         let unknown = match self.unknown_in(&ids) {
@@ -330,7 +330,7 @@ impl Tokenizer {
     /// # Errors
     /// When the vocabulary has no such id.
     pub fn entry(&self, id: u32) -> Result<String> {
-        self.inner.id_to_token(id).ok_or_else(|| Error::new("the tokenizer has no such id").got(id))
+        self.inner.id_to_token(id).ok_or_else(|| Error::new("no token has this id").got(id))
     }
 
     /// The token that ends a document.
@@ -355,7 +355,7 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
 /// result.
 const VERSION: u32 = 2;
 
-/// Path of the documents' tokenizer in the cache: its name contains a hash of the documents.
+/// Path in the cache for the tokenizer that is trained on the documents. The file's name contains their hash.
 fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
     // SipHash with fixed keys: its values have not changed since Rust 1.13.
     #[allow(deprecated)]

@@ -1,4 +1,4 @@
-//! Verifies the hashes of shards on a thread during training: some shards at each start of a run.
+//! Verifies the hashes of shards on a thread during training. Each start of a run verifies only some of the shards.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::shard::{Compared, Shard};
 use super::{Dataset, Tokens};
 use crate::during;
 
-/// Bytes to read at each start, one or two seconds of reading; at least one shard is read.
+/// After this many bytes the thread reads no further shard. Reading 2 GiB takes one or two seconds.
 const MOST: u64 = 2 << 30;
 
 /// How long the end of a run waits for the verification.
@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct Verification(Option<Receiver<Compared>>);
 
 impl Verification {
-    /// Starts the thread. The current time selects the first shard, so that different starts verify different shards.
+    /// Starts the thread. If it cannot verify all shards, the current time selects which ones it verifies.
     ///
     /// # Errors
     /// When the thread cannot be started.
@@ -54,8 +54,8 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// New errors since the last call, of shards that could not be read. These errors are only warnings, because
-    /// training itself reads the tokens that it needs.
+    /// The read errors that occurred since the last call. Callers only warn of them, because training itself reads the
+    /// tokens that it needs.
     ///
     /// # Errors
     /// When a shard's hash differs from its sidecar's.
@@ -63,7 +63,7 @@ impl Verification {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// The errors that [`Verification::new_problems`] has not returned yet. Waits at most 10 s until the thread ends.
+    /// The errors that [`Verification::new_problems`] has not returned yet. Waits at most 10 s for the thread to end.
     ///
     /// # Errors
     /// As [`Verification::new_problems`].

@@ -41,8 +41,8 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Free memory of the machine in bytes, including free swap. In a container with a lower limit: the free memory within
-/// this limit. `None` if the system does not report it.
+/// Free memory of the machine in bytes, including free swap. In a container with a memory limit, at most the unused
+/// bytes of the limit. `None` if the system does not report it.
 pub fn free_memory() -> Option<u64> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
@@ -52,7 +52,7 @@ pub fn free_memory() -> Option<u64> {
     }
     let free = system.available_memory() + system.free_swap();
     // In a container only the memory of programs counts as used, because the page cache is released on demand. Swap is
-    // not counted, because the container's share is unknown.
+    // not added to the limit, because the container's share of the swap is unknown.
     let limits = system.cgroup_limits().filter(|limits| limits.total_memory < total);
     Some(limits.map_or(free, |limits| free.min(limits.total_memory.saturating_sub(limits.rss))))
 }

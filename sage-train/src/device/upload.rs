@@ -55,8 +55,8 @@ mod ring {
     use cudarc::driver::result::memcpy_htod_async;
     use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, PinnedHostSlice};
 
-    /// A ring of page-locked buffers, and one tensor on the device. Each upload overwrites this tensor, in stream order
-    /// after the work that reads the previous upload.
+    /// A ring of page-locked buffers, and one tensor on the device. Each upload overwrites this tensor. The kernels
+    /// that read the previous upload finish first, because they are on the same stream.
     #[derive(Debug)]
     pub(super) struct Ring {
         stream: Arc<CudaStream>,
@@ -76,7 +76,7 @@ mod ring {
         ) -> Result<Self> {
             let stream = device.cuda_stream();
             let turn = || -> Result<_> {
-                // SAFETY: any bits are valid ids, and they are written before they are sent.
+                // SAFETY: any bits are valid ids, and `send` fills a buffer before it copies it.
                 let memory =
                     unsafe { stream.context().alloc_pinned_with_flags(2 * rows * columns, 0) }.w()?;
                 Ok((memory, None))

@@ -15,7 +15,7 @@ pub struct Example {
     pub context: Vec<u32>,
     /// Tokens of each ending.
     pub endings: Vec<Vec<u32>>,
-    /// The length of each ending, by which its loss is divided: in characters, or in tokens if the text is not known.
+    /// The length of each ending, for the loss per length: in tokens from [`read_examples`], otherwise in characters.
     pub lengths: Vec<usize>,
     /// Index of the correct ending.
     pub label: usize,
@@ -26,9 +26,9 @@ const MAGIC: [i32; 2] = [20_240_522, 1];
 const HEADER: usize = 1024;
 const BEGIN: u16 = u16::MAX;
 
-/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits, and then these
-/// numbers of 16 bits for each example: 65535, the example's length in bytes, its index, the label, the number of
-/// endings, and the length and tokens of the context and of each ending.
+/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`. The header is 256 32-bit numbers. An example is 16-bit
+/// numbers: 65535, the example's length in bytes, its index, the label, the number of endings, the context's length
+/// and tokens, and each ending's length and tokens.
 ///
 /// # Errors
 /// When the file cannot be read, or has another format.
@@ -96,18 +96,19 @@ impl Words<'_> {
     }
 }
 
-/// The number of examples that a model answers correctly.
+/// How many examples a model answers correctly, by three criteria.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Choices {
     /// Examples whose correct ending has the lowest loss (`acc` of lm-evaluation-harness).
     pub right: usize,
-    /// Examples whose correct ending has the lowest loss divided by the ending's length (`acc_norm`).
+    /// Examples whose correct ending has the lowest loss per character, or per token if the text is not known
+    /// (`acc_norm`).
     pub by_length: usize,
     /// Examples whose correct ending the model would generate: each token is the most likely token.
     pub written: usize,
     /// Sum of the losses of the correct endings, in nats.
     pub loss: f64,
-    /// Examples whose context was truncated, because it did not fit the model's context together with an ending.
+    /// Examples whose first tokens the model did not read, because context and ending were too long for it.
     pub cut: usize,
     /// Number of examples.
     pub examples: usize,
@@ -119,7 +120,7 @@ struct EndingLoss {
     written: bool,
 }
 
-/// Lets a model choose endings. An example's context that does not fit the model's context loses its first tokens.
+/// Lets a model choose endings. If context and ending are too long for the model, the context loses its first tokens.
 ///
 /// # Errors
 /// When an ending is longer than the model's context, an id is not in the vocabulary, or the device fails.
@@ -156,8 +157,8 @@ pub fn choose(
     Ok(choices)
 }
 
-/// The most tokens of an example's context that fit into the model's `context` tokens together with an ending of
-/// `ending` tokens. The last token of the ending takes no room, because it is predicted and is not an input.
+/// How many tokens the model can read before an ending of `ending` tokens, if it reads at most `context` tokens. The
+/// ending's last token does not count, because it is predicted and is not an input.
 fn kept(context: usize, ending: usize) -> usize {
     context + 1 - ending
 }

@@ -14,7 +14,7 @@ use crate::on_device;
 /// Number of ranges that a sequence is divided into, if it has enough tokens.
 const PARTS: usize = 8;
 
-/// The loss of the tokens in a range of positions.
+/// The loss in a range of positions of the sequences.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PositionLoss {
     /// Positions of the inputs, from 0.
@@ -23,8 +23,8 @@ pub struct PositionLoss {
     pub loss: f64,
 }
 
-/// Mean losses of up to eight ranges of positions, of lengths as equal as possible, in order. The mean of these losses,
-/// weighted by the lengths of the ranges, equals [`super::evaluate`] over the same tokens. `seen` receives the number
+/// Divides the positions into up to eight ranges of about equal length, and returns each range's mean loss. The mean of
+/// these losses, weighted by length, equals [`super::evaluate`] over the same tokens. `seen` receives the number
 /// of processed tokens and of all tokens.
 ///
 /// # Errors

@@ -1,4 +1,5 @@
-//! Measures how often a model recalls earlier facts, by distance, in the documents of [`crate::data::recall`].
+//! Measures how often a model recalls facts of [`crate::data::recall`]'s documents, for each range of distances
+//! between a fact and the answer.
 
 use std::ops::Range;
 
@@ -10,10 +11,10 @@ use crate::data::recall::{QuestionContext, Recall};
 use crate::model::Llama;
 use crate::on_device;
 
-/// Number by which the first evaluated document is generated. It is larger than the number of any training document.
+/// The number of the first evaluated document. All training documents have smaller numbers.
 const FIRST: u64 = 1 << 40;
 
-/// Ends of the ranges of distances between a fact and the answer, in tokens.
+/// The exclusive ends of the ranges [`Recalled::distances`].
 const ENDS: [usize; 9] = [32, 64, 128, 256, 512, 1024, 2048, 4096, usize::MAX];
 
 /// Answers in a range of distances.
@@ -25,7 +26,7 @@ pub struct Recalled {
     pub distances: Range<usize>,
     /// Number of questions.
     pub questions: usize,
-    /// Answers whose tokens are all the model's most likely tokens.
+    /// Answers in which each token is the model's most likely token.
     pub right: usize,
 }
 
@@ -57,9 +58,9 @@ fn tokenize(
     Ok((ids, answers))
 }
 
-/// Lets a model answer the questions of `documents` documents of at least `words` words. The model reads the first
-/// `context` tokens of each document. An answer is correct if each of its tokens is the most likely token after its
-/// prefix.
+/// Asks a model the questions in `documents` documents. Each document has at least `words` words, and the model reads
+/// its first `context` tokens. An answer is correct if each token in it is the model's most likely token after the
+/// document's preceding tokens.
 ///
 /// # Errors
 /// When an id is not in the vocabulary, or the device fails.
@@ -101,7 +102,7 @@ pub fn recall(
     Ok(rows)
 }
 
-/// Which answers consist of the model's likeliest tokens.
+/// For each answer: whether the model ranks each of its tokens first, given all tokens before that token.
 fn likeliest(
     model: &Llama,
     ids: &[u32],
@@ -132,7 +133,8 @@ mod tests {
     use super::*;
     use crate::data::recall::text;
 
-    /// Tokenizing a text in pieces gives the tokens of the whole text, and an answer equals the number in its fact.
+    /// Tokenizing a text in pieces gives the tokens of the whole text. The earlier statement of an answer ends
+    /// `distance` tokens before the answer, and has the same tokens.
     #[test]
     fn answers_are_found_among_the_tokens() -> Result<()> {
         let task = Recall { words: 600, seed: 0 };

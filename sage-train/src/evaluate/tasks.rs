@@ -1,5 +1,5 @@
-//! Tasks of lm-evaluation-harness: the questions of its data sets as JSON lines, with the harness's prompts, without
-//! examples (0-shot).
+//! Tasks of lm-evaluation-harness: reads the questions of its data sets from JSON lines, and makes the harness's 0-shot
+//! prompts.
 
 use std::path::Path;
 
@@ -47,8 +47,7 @@ impl Task {
     fn question(self, line: &Value) -> Option<Question> {
         let text = |key: &str| line[key].as_str();
         let asked = |question: &str| format!("Question: {question}\nAnswer:");
-        // A label is a number, or a number in quotes. In test splits the label is -1 or "", which is not the index of
-        // an ending.
+        // A label is a number, or a number in quotes. The labels of test splits, -1 or "", become `usize::MAX`.
         let label = || {
             let label = &line["label"];
             let number = label.as_i64().or_else(|| label.as_str().map(|text| text.parse().unwrap_or(-1)));
@@ -82,7 +81,7 @@ impl Task {
         Some(Question { context, endings, label })
     }
 
-    /// The example of a line, or what is wrong with the line.
+    /// Makes an [`Example`] from a line, or says what is wrong with the line.
     fn example(self, line: &str, tokenizer: &Tokenizer) -> Result<std::result::Result<Example, String>> {
         let value: Value = match serde_json::from_str(line) {
             Ok(value) => value,
@@ -103,13 +102,13 @@ impl Task {
         })
     }
 
-    /// Reads the examples of a file, in tokens of `tokenizer`.
+    /// Reads and tokenizes the examples of a file.
     ///
     /// # Errors
     /// When the file cannot be read, or a line does not belong to this task.
     pub fn read(self, path: &Path, tokenizer: &Tokenizer) -> Result<Vec<Example>> {
         let failed = |got: String| {
-            Error::new(format!("{} is not a file of this task", path.display()))
+            Error::new(format!("cannot use {} for its --task", path.display()))
                 .got(got)
                 .allowed(format!("JSON lines with {}", self.fields()))
                 .hint("datasets.load_dataset(NAME, split=\"validation\").to_json(FILE) writes such lines in Python")
@@ -125,7 +124,7 @@ impl Task {
 }
 
 /// A question in tokens. An ending is encoded together with the context, because a word and the space before it are
-/// one token. The tokens behind those of the context are the ending.
+/// one token. The ending's tokens are those after the context's tokens.
 fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
     // Spaces at the context's end belong to the ending, as in the harness.
     let context = question.context.trim_end();
@@ -173,7 +172,7 @@ mod tests {
         let swag = json!({"activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he [title] He Looks  up [step] there",
                           "endings": ["is using wrap.", "starts pulling [substeps] up."], "label": "1"});
         let found = question(Task::HellaSwag, swag);
-        // `ctx_b` is capitalized before brackets are removed, so names in `ctx_b` lose their capitals.
+        // All letters of `ctx_b` after the first become lower-case, and then the brackets are removed.
         assert_eq!(found.context, "Roof shingle removal: A man is sitting on a roof. He. he looks up there");
         assert_eq!(
             (found.endings, found.label),

@@ -1,19 +1,19 @@
-//! The errors of a scheme's gradient, as `probe --gradient` measures them: squared norms, from which all other figures
-//! are computed.
+//! The errors of a scheme's gradient, as `probe --gradient` measures them.
 
 use serde::{Deserialize, Serialize};
 
-/// Number of independent parts of the data, from which confidence intervals are computed.
+/// Number of blocks into which the micro-batches are divided. A confidence interval is computed from one estimate per
+/// block.
 pub const BLOCKS: usize = 8;
 
-/// Squared norms of one sum of gradients, computed with and without the scheme.
+/// Squared norms of a gradient, computed with unquantized attention and under a scheme.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Squares {
     /// Squared norm with unquantized attention.
     pub exact: f64,
     /// Squared norm under the scheme.
     pub low: f64,
-    /// Squared norm of the difference between the two sums.
+    /// Squared norm of the gradient under the scheme minus the gradient with unquantized attention.
     pub error: f64,
 }
 
@@ -34,7 +34,7 @@ impl Squares {
 pub struct Sums {
     /// Number of micro-batches.
     pub count: usize,
-    /// Squared norms of the sum of the micro-batches' gradients.
+    /// The [`Squares`] of the sum of the micro-batches' gradients.
     pub of_sum: Squares,
     /// Sum of the squared norms of the micro-batches' gradients.
     pub of_each: Squares,
@@ -42,7 +42,7 @@ pub struct Sums {
 
 impl Sums {
     /// Unbiased estimates of `|G|^2`, `|G + B|^2` and `|B|^2` from all pairs of micro-batches. `G` is the expected
-    /// gradient of a micro-batch with unquantized attention, and `B` is the bias of the scheme. An estimate can be
+    /// gradient of a micro-batch with unquantized attention, and `G + B` the one under the scheme. An estimate can be
     /// below zero.
     pub fn mean_squares(&self) -> Squares {
         let pairs = (self.count * (self.count - 1)) as f64;
@@ -54,8 +54,8 @@ impl Sums {
         }
     }
 
-    /// The variances over micro-batches of the exact gradient, the scheme's gradient and their difference, summed over
-    /// all elements. The variance of a mean over `n` micro-batches is `1 / n` of these variances.
+    /// Variances over micro-batches, summed over all elements: of the exact gradient, of the scheme's gradient, and of
+    /// their difference. The variance of a mean over `n` micro-batches is `1 / n` of these variances.
     pub fn variances(&self) -> Squares {
         let (each, mean_squares) = (self.of_each.times(1.0 / self.count as f64), self.mean_squares());
         Squares {
@@ -71,12 +71,12 @@ impl Sums {
 pub struct Part {
     /// `all`, `embedding`, `layer N` or `norm`.
     pub name: String,
-    /// For groups of 1, 2, 4, ... micro-batches: the squared norms of a group's mean gradient, averaged over the
-    /// groups.
+    /// For groups of 1, 2, 4, ... micro-batches: the size of a group, and the [`Squares`] of a group's mean gradient,
+    /// averaged over the groups.
     pub curve: Vec<(usize, Squares)>,
-    /// Squared norms over all micro-batches.
+    /// The part's [`Sums`] over all micro-batches.
     pub whole: Sums,
-    /// Squared norms over each of [`BLOCKS`] disjoint parts of the micro-batches.
+    /// The part's [`Sums`] over each of [`BLOCKS`] disjoint sets of micro-batches.
     pub blocks: Vec<Sums>,
 }
 

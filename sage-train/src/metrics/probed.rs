@@ -1,17 +1,16 @@
-//! The measurements of a probe (a line of `probes.jsonl`): errors of low-bit attention, and magnitudes of the tensors
-//! that cause these errors.
+//! The measurements of a probe (a line of `probes.jsonl`): errors of low-bit attention, and magnitudes of its tensors.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The quantities whose errors are measured, in the order of the computation.
+/// The quantities whose errors are measured.
 pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
 
 /// The [`QUANTITIES`] that are results of attention.
 pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
-/// The errors of a layer, or of one of its heads.
+/// The errors of low-bit attention in a layer, or in one of its query heads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// The layer, from 0.
@@ -26,15 +25,15 @@ pub struct Row {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
     /// For each matmul or operand of the scheme: the relative L2 errors of the four [`RESULTS`] if only this matmul or
-    /// operand is in low bits. `None` for dK and dV if they are in another head's row.
+    /// operand is in low bits. `None` for dK and dV if `errors` has no dK and dV.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
     /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
     /// groups.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
-    /// For each operand, the fraction of its NVFP4 groups with a value above 2688, the largest NVFP4 value; empty for
-    /// a scheme without such groups, and in files of earlier builds.
+    /// For each operand, the fraction of its NVFP4 groups that contain a magnitude above 2688, the largest NVFP4 value.
+    /// Empty for a scheme without NVFP4, and in files of earlier builds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub saturated: Vec<(String, f64)>,
 }
@@ -86,8 +85,8 @@ pub struct Sizes {
     pub largest_k: f64,
     /// Largest absolute scaled logit of the unmasked (query, key) pairs.
     pub largest_logit: f64,
-    /// Fraction of outlying keys. A key is outlying if its largest absolute value, after smoothing, is above ten times
-    /// the median of these values in its tile. Such a key determines the tile's scale.
+    /// Fraction of outlying keys. A smoothed key is outlying if its largest absolute value is above ten times the
+    /// median of the largest absolute values of its tile's keys. Such a key determines the tile's scale.
     pub outlying_keys: f64,
     /// Fraction of outlying queries.
     pub outlying_queries: f64,
@@ -109,8 +108,8 @@ impl Sizes {
         ]
     }
 
-    /// Merges other magnitudes: mean squares and fractions are averaged with weight `weight` for `other`. Of largest
-    /// values and of `bound_ds`, the larger one is kept.
+    /// Merges `other`, with the weight `weight`, into `self`. Averages the squares of the `rms_*` fields, and the
+    /// fractions of outlying tokens. Keeps the larger value of `bound_ds` and of each `largest_*` field.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
         let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;

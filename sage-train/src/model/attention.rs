@@ -22,19 +22,19 @@ use crate::ranks::Group;
 /// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are this rank's
-/// tokens of all sequences. A whole sequence has as many tokens as the tables of the [`Rotary`] have positions.
+/// Maps the norm's output, (rows, width), to what is added to the residual stream, (rows, width). Rows are this rank's
+/// tokens of all sequences. The tables of the [`Rotary`] have a position for each token of a whole sequence, including
+/// the tokens of other ranks.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// One matmul for query, key and value. Every forward uses it, and so does an FP8 backward. A backward in the
-    /// compute type uses `query_key` and `value`: the rotary embedding's backward returns the gradients of query and
-    /// key concatenated, and value does not pass through the rotary embedding.
+    /// One matmul for query, key and value, for forwards and for an FP8 backward. Any other backward uses `query_key`
+    /// and `value`, because it has the gradients of query and key in one tensor, and that of value in another.
     projection: Linear,
     query_key: Linear,
     value: Linear,
     output: Linear,
     biases: Option<Biases>,
-    /// Makes the operands of the projections in training.
+    /// Only for training: makes the operands of this layer's matmuls.
     operands: Operands,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
@@ -48,7 +48,7 @@ pub(super) struct SelfAttention {
     ulysses: Option<Ulysses>,
 }
 
-/// The biases of query, key and value, combined like their matrices.
+/// The biases of `projection`, `query_key` and `value` of [`SelfAttention`].
 #[derive(Debug, Clone)]
 struct Biases {
     projection: Bias,
@@ -56,7 +56,8 @@ struct Biases {
     value: Bias,
 }
 
-/// The cached keys and values of earlier tokens, and the scheme of tokens after the prompt. `None`: the layer's scheme.
+/// The cached keys and values of earlier tokens. `following` is the scheme of tokens after the prompt; `None`: the
+/// layer's scheme.
 #[derive(Debug)]
 pub(super) struct Cached<'a> {
     pub(super) cache: &'a mut LayerCache,
@@ -80,7 +81,7 @@ impl LayerCache {
     }
 }
 
-/// The kinds of heads that the joint projection concatenates.
+/// The kinds of heads in the joint projection's output. Values have as many heads as keys.
 const QUERY_KEY_VALUE: [Heads; 3] = [Heads::Queries, Heads::Keys, Heads::Keys];
 
 /// What the forward keeps for the backward.
@@ -88,14 +89,14 @@ pub(super) struct Kept {
     /// The projected query, key and value, concatenated along the heads: (batch, sequence, heads of all
     /// three, head_dim).
     projected: Tensor,
-    /// The operands of attention and its backward. `None` if the backward recomputes them.
+    /// What attention's backward reads. `None` if it is recomputed from `projected`.
     core: Option<KeptCore>,
 }
 
 enum KeptCore {
     Whole(Core),
-    /// `out` and `rows` of [`Core`], and what else attention's backward needs. The backward recomputes query and key
-    /// after norm and rotation.
+    /// `out` and `rows` of [`Core`], and what else attention's backward needs. The backward repeats the norm and the
+    /// rotation of query and key.
     Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
@@ -160,8 +161,8 @@ impl SelfAttention {
         })
     }
 
-    /// Turns this layer into the layer of a rank with one part of every sequence. The ranks of `group` together have
-    /// the whole sequence.
+    /// Turns this layer into the layer of a rank that has one part of every sequence. The ranks of `group` together
+    /// have the whole sequence.
     pub(super) fn across(&mut self, group: &Group) {
         let [queries, keys] = match &self.ulysses {
             None => [self.heads[0], self.heads[1]],
@@ -195,7 +196,7 @@ impl SelfAttention {
         self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
     }
 
-    /// The inverse of `to_heads`. `heads` may have any shape with the same number of elements.
+    /// The inverse of `to_heads`. `heads` may have any shape.
     fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
         let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
         let tokens = rotary.cos.dim(0)?;
@@ -213,7 +214,7 @@ impl SelfAttention {
         ])
     }
 
-    /// Attention and its inputs: one batch entry per sequence, or all packed documents as one batch entry.
+    /// The attention, and its query, key and value. Packed documents are joined into one batch entry.
     fn inputs(&self, projected: &Tensor, rotary: &Rotary) -> Result<(Attention, [Tensor; 3])> {
         let [query, key, value] = self.parts(projected)?;
         let [query_norm, key_norm] = match &self.norms {
@@ -241,7 +242,6 @@ impl SelfAttention {
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow the tokens in a cache.
-    /// `operands` makes the operand of the output projection.
     pub(super) fn forward(
         &self,
         x: &Operand,
@@ -274,7 +274,7 @@ impl SelfAttention {
         self.output.forward(&operands.without_backward(rows, OperandRole::Attended)?)
     }
 
-    /// Measures the selection of SLA2 for this input; `None` without SLA2.
+    /// Statistics of the key blocks that SLA2 selects for this input; `None` without SLA2.
     pub(super) fn selected(&self, x: &Operand, rotary: &Rotary) -> Result<Option<Selected>> {
         let Some(sla2) = &self.sla2 else { return Ok(None) };
         let (_, [query, key, _]) = self.inputs(&self.project(x, rotary)?, rotary)?;
@@ -325,7 +325,7 @@ impl SelfAttention {
         Ok((y, Kept { projected, core }))
     }
 
-    /// Returns the gradients of the projected query, key and value as an FP8 operand.
+    /// Only for a layer in FP8: returns the gradient of the output of `projection`.
     fn rotate_back(
         &self,
         x: [&Tensor; 2],
@@ -333,9 +333,9 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // The fused path quantizes rows in the pass that computes the rotary embedding's backward. Ranks that share a
-        // sequence do not use it, because they exchange heads before rows are quantized. Layers with biases do not use
-        // it, because the gradient of a bias is a sum of unquantized rows.
+        // The fused path quantizes the gradients in the rotary embedding's backward. Ranks that share a
+        // sequence do not use it, because they exchange heads after this backward and before quantization. Layers with
+        // biases do not use it, because the gradient of a bias is a sum of unquantized gradients.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(OperandRole::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {

@@ -45,7 +45,7 @@ pub(super) enum Kept {
 }
 
 pub(super) struct Inner {
-    /// The residual stream, the normalized stream, and what attention keeps.
+    /// The residual stream at the block's input, the normalized stream, and what attention keeps for its backward.
     attention: Option<(Tensor, Operand, AttentionKept)>,
     /// The residual stream between attention and the feed-forward network, and the normalized stream.
     middle: (Tensor, Operand),
@@ -155,10 +155,9 @@ impl Block {
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
 
-    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns the gradient of
-    /// its input stream. Each gradient is a tensor, and an operand with the same values. The backward of this block's
-    /// down projection reads the operand `dout`. The backward of the down projection of block `before` reads the
-    /// returned operand.
+    /// Computes the weights' gradients. Takes the gradient of the block's output stream and returns the gradient of
+    /// its input stream. Each of the two gradients is a pair: a tensor, and the same gradient as an operand. The
+    /// returned operand is the `dout` of the backward of block `before`.
     pub(super) fn backward(
         &self,
         kept: Kept,
@@ -218,7 +217,7 @@ impl Block {
     }
 }
 
-/// The two halves of (rows, 2 width), each (rows, width).
+/// Splits `both`, (rows, 2 width), into its left and right columns, each (rows, width).
 fn halves(both: &Tensor) -> Result<[Tensor; 2]> {
     let width = both.dim(1)? / 2;
     Ok([both.narrow(1, 0, width)?, both.narrow(1, width, width)?])

@@ -1,4 +1,4 @@
-//! The shape of a Llama, and the numbers of its parameters and bytes. `flops.rs` has its FLOPs.
+//! The shape of a Llama, its number of parameters, and the memory of its weights and activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,12 +48,12 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Precision of the matmuls of linear layers in training.
     pub linear: LinearPrecision,
-    /// Layers whose matmuls stay in the compute type.
+    /// Indices of the blocks whose linear layers train in the compute type.
     pub linear_compute_layers: BTreeSet<usize>,
     /// Precision of the matmuls of the output matrix in training.
     pub linear_head: LinearPrecision,
-    /// Precision of the matmuls of linear layers in validation, for layers that train in FP8. Validation does not use
-    /// delayed scaling, and does not change the scales of training.
+    /// The precision that linear layers have in validation, if they train in FP8. Validation does not use delayed
+    /// scaling.
     pub linear_in_evaluation: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
@@ -86,7 +86,7 @@ pub enum Recompute {
     Rotary,
     /// QK-norm, rotary embedding, attention, and the element-wise product inside SwiGLU
     Attention,
-    /// Everything in a transformer block, from the block's input
+    /// All operations of a transformer block: only the block's input is stored
     Block,
 }
 
@@ -135,8 +135,8 @@ impl LlamaConfig {
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
-        // The errors of the checks above name a setting. This loop checks every hidden matrix, and its errors name a
-        // matrix.
+        // This loop checks every hidden matrix, but its errors name only a matrix. The checks above come first,
+        // because their errors name a setting.
         for spec in self.parameter_specs().iter().filter(|spec| spec.kind.is_hidden_matrix()) {
             spec.dims.iter().try_for_each(|&len| self.linear.check(&spec.name, len))?;
         }
@@ -148,8 +148,8 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The FP8 formats of all operands with delayed scaling. Layer by layer, there is a format for each [`OperandRole`]
-    /// (inputs and output gradients of the linear layers). If the output matrix is in FP8, its input's format is last.
+    /// The FP8 formats of all operands with delayed scaling: for each of the model's layers, a format for each
+    /// [`OperandRole`]. If the output matrix is in FP8, the format of its input is last.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
@@ -254,7 +254,7 @@ impl LlamaConfig {
         self.softcap.is_some() || self.sinks
     }
 
-    /// Numerics of attention as text, with the layers whose numerics differ.
+    /// Numerics of attention as text: `scheme`, and then the layers that have another scheme.
     pub fn numerics(&self) -> String {
         let Some(scheme) = self.scheme else { return "none".into() };
         let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -288,8 +288,8 @@ impl LlamaConfig {
         [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
-    /// Bytes of the copies that training reads instead of the f32 weights. A copy in the compute type has `element`
-    /// bytes per element; `element` is 0 if the model reads the f32 weights.
+    /// Bytes of the copies that training reads instead of the f32 weights. `element`: bytes per element of the copies
+    /// in the compute type, or 0 without such copies.
     pub fn copies_of_weights(&self, element: u64) -> u64 {
         let specs = self.parameter_specs();
         let of_spec = |spec: &ParameterSpec| {
@@ -297,7 +297,7 @@ impl LlamaConfig {
             let low = if is_output { self.linear_head } else { self.linear }.copied_bytes();
             match spec.kind {
                 _ if spec.fp8 => low,
-                // An embedding that is also the output matrix exists in the compute type and in FP8.
+                // With an FP8 head, an embedding that is also the output matrix exists in FP8 too.
                 Kind::Embedding if !self.untied => element + low,
                 _ => element,
             }
@@ -310,8 +310,8 @@ impl LlamaConfig {
         self.parameter_specs().iter().map(|spec| spec.len() * if spec.fp8 { 1 } else { element }).sum()
     }
 
-    /// Bytes of validation's copies of the weights that training reads only in FP8. A copy's elements have
-    /// `element` bytes.
+    /// Validation copies the weights that training reads only in FP8. Returns the bytes of these copies, with `element`
+    /// bytes per element.
     pub fn expanded_bytes(&self, element: u64) -> u64 {
         self.parameter_specs().iter().filter(|spec| spec.fp8).map(|spec| element * spec.len()).sum()
     }
@@ -367,14 +367,14 @@ impl LlamaConfig {
         let is_low = linear.is_low();
         let rotated = element * (queries + keys);
         // Bytes per token. `projected`: the residual stream, the normalized stream, and the projected query, key and
-        // value. `core`: query and key after norm and rotation, the output, and what the scheme keeps.
+        // value. `core`: query and key after norm and rotation, attention's output, and other tensors for the backward.
         let (projected, core) = match scheme {
             None => (0, 0),
             Some(scheme) => {
-                // SLA2 also keeps the outputs of exact attention and of the tail.
+                // SLA2 adds two stored tensors: the output of attention to selected blocks, and the tail's output.
                 let branches = if sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = layer_schemes.values().chain([scheme]);
-                // The attention output also exists in FP8.
+                // With FP8 linear layers, the attention output also exists in FP8.
                 let codes = if is_low { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches
@@ -395,7 +395,7 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // During its backward, a block also needs memory for recomputed activations and its widest layer's gradients.
+        // In memory only during a block's backward: recomputed activations and the gradients of the MLP's activations.
         let again = match recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,
@@ -438,7 +438,7 @@ mod tests {
     fn the_paper_preset_has_the_papers_size() {
         let config =
             Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Paper325m))).expect("a preset");
-        // 324.09M by the SageBwd paper's count. With the norms and the padded vocabulary, 324.18M.
+        // 324.09M parameters by the SageBwd paper's count, 324.18M with the norms and the padded vocabulary.
         assert_eq!(config.model.parameters() / 100_000, 3241);
         assert_eq!(config.tokens_per_step(), 2_097_152);
         assert_eq!(config.steps, 37_500);

@@ -28,16 +28,16 @@ impl TokenCache {
 }
 
 impl Llama {
-    /// An empty cache for one sequence, with memory for `tokens` tokens; the memory grows up to the context. The tokens
-    /// of the prompt attend in each layer's own numerics. Later tokens attend in the numerics of `following`, or by
-    /// default also in each layer's own numerics.
+    /// An empty cache for one sequence. Its memory grows in steps of `tokens` tokens. The tokens of the prompt attend
+    /// in each layer's own numerics. Later tokens attend in the numerics of `following`, or, if it is `None`, like the
+    /// prompt.
     ///
-    /// `None` if a cache cannot continue the sequence, so that each new token needs a forward over the whole sequence.
-    /// This happens only if SLA2 attends to selected blocks: if `Choice::Window` selects them, or if tokens after the
-    /// prompt attend in INT8 or FP4.
+    /// Returns `None` if a cache cannot continue the sequence, so that each new token needs a forward over the whole
+    /// sequence. This happens only in SLA2's sparse stage: with `Choice::Window`, or if tokens after the prompt attend
+    /// in INT8 or FP4.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         let following = following.into();
-        // The cache grows in steps of this size, which must not be 0.
+        // The caches grow in steps of `tokens`, which must not be 0.
         let tokens = tokens.max(1);
         let layer = |block: &Block| match block.sla2().filter(|_| self.stage == Stage::Sparse) {
             None => Some(LayerCache::Dense(KvCache::new(1, tokens))),

@@ -6,14 +6,14 @@ use super::windows::causal_pairs;
 
 impl LlamaConfig {
     /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and
-    /// `6 * layers * heads * head_dim * context` for causal attention, less with windows. With SLA2 the attention term
-    /// is multiplied by the fraction of pairs that SLA2 computes, and the linear tail adds
+    /// `6 * layers * heads * head_dim * context` for causal attention. Sliding windows reduce this attention term. SLA2
+    /// multiplies it by the fraction of (query, key) pairs that exact attention computes, and SLA2's tail adds
     /// `24 * layers * heads * head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
     }
 
-    /// As [`LlamaConfig::flops_per_token`], at a training step (from 0): attention is dense before SLA2's
+    /// As [`LlamaConfig::flops_per_token`], but with dense attention if `step` (the first is 0) is before SLA2's
     /// sparse stage.
     pub fn flops_per_token_at(&self, step: u64) -> u64 {
         self.flops(self.sla2.as_ref().filter(|sla2| sla2.stage(step) == Stage::Sparse))
@@ -28,8 +28,8 @@ impl LlamaConfig {
             context,
             untied,
             scheme,
-            // `parameters`, `embedding_parameters` and `window_of` read these fields; the argument `sla2` replaces the
-            // field.
+            // The methods `parameters`, `embedding_parameters` and `window_of` read these fields. Instead of the field
+            // `sla2`, this function uses its argument `sla2`.
             vocab: _,
             width: _,
             key_heads: _,
@@ -39,8 +39,8 @@ impl LlamaConfig {
             sinks: _,
             windows: _,
             sla2: _,
-            // These settings add no significant FLOPs, or only change their precision. Recomputation in the backward
-            // does not count.
+            // These settings add no significant FLOPs, or change only the precision of matmuls. FLOPs of recomputation
+            // in the backward are not counted.
             rope_base: _,
             rope_scaling: _,
             norm_eps: _,

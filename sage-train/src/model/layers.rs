@@ -1,4 +1,4 @@
-//! Norms with their backward, and the residual stream between them. Weight gradients are added in place, in f32.
+//! Norms with their backward, and the residual stream. Weight gradients are accumulated in place, in f32.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -26,7 +26,7 @@ impl Norm {
         Ok(Self { weight: parameters.weight(name)?, eps })
     }
 
-    /// Returns the residual stream with the previous layer's output added, and its normalization.
+    /// Adds the previous layer's output to the residual stream. Returns the sum and the normalized sum.
     pub(super) fn enter(&self, stream: &Stream) -> Result<(Tensor, Tensor)> {
         let weight = &self.weight.value()?;
         match &stream.last {
@@ -35,8 +35,8 @@ impl Norm {
         }
     }
 
-    /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the normalized
-    /// rows. `dstream` is the gradient through the residual connection around the norm; the final norm has `None`.
+    /// Returns the gradient of the norm's input, `sum`. `dnormed` is the gradient of the norm's output. `dstream` is
+    /// the gradient that reaches `sum` through the residual connection; `None` for the final norm.
     pub(super) fn backward(
         &self,
         sum: &Tensor,

@@ -1,4 +1,4 @@
-//! Linear layers. Weight gradients are added in place, in f32.
+//! Linear layers. Weight gradients are accumulated in place, in f32.
 
 use std::rc::Rc;
 
@@ -26,7 +26,7 @@ pub struct Products<'a> {
 /// Receives the operands of matmuls during the backward.
 pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
 
-/// An observer, and the layer and matrix name that it receives in [`Products`].
+/// An observer of a linear layer. It receives `layer` and `name` in [`Products`].
 #[derive(Clone)]
 pub(super) struct Observer {
     pub(super) observe: Rc<ObserveProducts>,
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Observer {
     }
 }
 
-/// `y = x W^T` on rows, without bias. The operand determines the precision of the matmuls.
+/// `y = x W^T` on rows, without bias. The type of `x` (`Operand`) determines the precision.
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
     weight: Weight,
@@ -48,8 +48,8 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    /// The matrix `{at}.{name}.weight`. The matrices of several names share one matmul over a common input; their
-    /// outputs are concatenated along the columns.
+    /// A layer whose weight is the matrices `{at}.{name}.weight`, stacked along the rows. Its output is the matrices'
+    /// outputs, concatenated along the columns.
     pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
         let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.weight")).collect();
         Ok(Self::of(parameters.joined(&names)?))
@@ -59,13 +59,14 @@ impl Linear {
         Self { weight, observer: None }
     }
 
-    /// Sets the observer, which receives the backward's operands if they are in the compute type.
+    /// Sets the observer. In the backward it receives the operands of this layer's matmuls, unless they are in FP8.
     pub(super) fn observe(&mut self, observer: Observer) {
         self.observer = Some(observer);
     }
 
-    /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls
-    /// this method for the joint projection, because two other linear layers compute the joint projection's backward.
+    /// Passes the operands of this layer's matmuls to the observer, if there is one. Attention's backward calls
+    /// this method for the query-key-value projection, because two other layers compute that projection's gradients:
+    /// query-key, and value.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -86,8 +87,8 @@ impl Linear {
         }
     }
 
-    /// The mean cross-entropy of the logits, which are the layer's outputs, and the gradient of the layer's input. Adds
-    /// the gradient of the weight to the accumulated gradient.
+    /// The mean cross-entropy, and the gradient of the layer's input. The layer's outputs are the logits. Adds the
+    /// gradient of the weight to the accumulated gradient.
     pub(super) fn cross_entropy(
         &self,
         x: &Operand,
@@ -129,7 +130,7 @@ impl Linear {
         }
     }
 
-    /// Returns the gradient of the input, without the gradient of the weight.
+    /// Returns the gradient of the input. Does not compute the gradient of the weight.
     pub(super) fn backward_input(&self, dy: &Operand) -> Result<Tensor> {
         match dy {
             Operand::Compute(dy) => dy.matmul(&self.weight.value()?),
@@ -139,7 +140,7 @@ impl Linear {
         }
     }
 
-    /// Adds the gradient of the weight, without computing the gradient of the input.
+    /// Adds the gradient of the weight to its accumulated gradient. Does not compute the gradient of the input.
     pub(super) fn backward_weight(&self, x: &Operand, dy: &Operand) -> Result<()> {
         let add = self.weight.take_turn();
         let gradient = self.weight.gradient()?;
@@ -163,7 +164,7 @@ impl Linear {
 pub(super) struct Bias(Weight);
 
 impl Bias {
-    /// The vectors `{at}.{name}.bias`, concatenated.
+    /// The vectors `{at}.{name}.bias` of all `names`, concatenated.
     pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
         let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.bias")).collect();
         parameters.joined(&names).map(Self)
@@ -174,7 +175,7 @@ impl Bias {
         y.broadcast_add(&self.0.value()?)
     }
 
-    /// Adds the gradient of the bias: the sum of the rows of `dy`.
+    /// Accumulates the gradient of the bias: the sum of the rows of `dy`.
     pub(super) fn backward(&self, dy: &Tensor) -> Result<()> {
         let ones = Tensor::ones((1, dy.dim(0)?), dy.dtype(), dy.device())?;
         let add = self.0.take_turn();

@@ -1,6 +1,5 @@
-//! The whole model: embedding, blocks, final norm, and the loss through the output matrix, which may be the embedding.
-//! The backward is hand-written instead of derived by candle, so that it can free activations after their last use and
-//! add gradients in place.
+//! The whole model: embedding, blocks, final norm, output matrix and loss. The backward is hand-written instead of
+//! derived by candle, so that it can free activations after their last use and add gradients in place.
 
 use std::rc::Rc;
 
@@ -27,7 +26,8 @@ use crate::ranks::Group;
 pub struct Input<'a> {
     /// Token ids, (batch, sequence).
     pub ids: &'a Tensor,
-    /// If attention is confined to documents: the packed documents. They cover the concatenation of all sequences.
+    /// The packed documents, if attention is confined to documents. They cover the whole
+    /// sequences, even if `ids` has only this rank's part of each sequence.
     pub documents: Option<&'a Packing>,
 }
 
@@ -53,7 +53,7 @@ impl std::fmt::Debug for BackwardObserver<'_, '_> {
     }
 }
 
-/// A callback that receives the index of a finished layer.
+/// A callback that receives the index of each layer that the backward finishes.
 pub type LayerDone<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 
 /// A Llama. Its weights are views of [`Parameters`].
@@ -64,7 +64,7 @@ pub struct Llama {
     pub(super) norm: Norm,
     /// The output matrix: the embedding, unless the model has a separate output matrix.
     pub(super) output: Weight,
-    /// The output matrix in training, and the maker of its input operand.
+    /// For training: the output matrix as a linear layer, and the [`Operands`] of this layer.
     head: (Linear, Operands),
     pub(super) rotary: Rotary,
     z_loss: f32,
@@ -96,16 +96,16 @@ impl Llama {
         })
     }
 
-    /// Turns this model into the model of a rank with one part of every sequence. A part consists of consecutive ids,
-    /// equally many on every rank of the group. The model's losses cover only this rank's part.
+    /// Turns this model into one that processes this rank's part of every sequence. A part consists of consecutive ids,
+    /// equally many on every rank of the group. The model's losses cover only this part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
         self
     }
 
-    /// Sets the observer. In the backward it receives the operands of all linear layers that compute in the compute
-    /// type, except the output matrix.
+    /// Sets the observer. In the backward it receives the operands of each linear layer that is not in FP8. It does not
+    /// receive those of the output matrix.
     pub fn observe_products(&mut self, observe: &Rc<ObserveProducts>) {
         self.blocks.iter_mut().enumerate().for_each(|(layer, block)| block.observe(observe, layer));
     }
@@ -132,7 +132,7 @@ impl Llama {
         Ok((Stream { sum, last: None }, rotary))
     }
 
-    /// The normalized hidden states of `ids`, (batch, sequence) -> (batch * sequence, width).
+    /// The normalized hidden states for `input`, (batch, sequence) -> (batch * sequence, width).
     ///
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
@@ -154,7 +154,7 @@ impl Llama {
         Ok(self.norm.enter(&stream)?.1)
     }
 
-    /// What SLA2 selects in the sequences of `input`, as the mean over layers; `None` without SLA2.
+    /// Statistics of SLA2's selections for `input`, averaged over layers; `None` without SLA2.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
@@ -184,8 +184,8 @@ impl Llama {
         ops::linear_cross_entropy(hidden, &self.output.value()?, targets, CrossEntropy::default())
     }
 
-    /// Mean cross-entropy of `targets`, the ids one position after those of `input`, as an f32 scalar.
-    /// Linear layers have the precision of validation.
+    /// Mean cross-entropy, as an f32 scalar. `targets` are the ids one position after those of `input`. Linear layers
+    /// have the precision of validation.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
@@ -243,7 +243,7 @@ impl Llama {
         Ok(loss)
     }
 
-    /// Logits of the token after the last token of `ids`, (batch, vocab).
+    /// Logits, (batch, vocab), of the token after the last token of `ids`.
     ///
     /// # Errors
     /// As [`Llama::hidden`].

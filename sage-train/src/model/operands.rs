@@ -1,4 +1,4 @@
-//! The operands of linear layers in the precision that their matmuls read, and the scales of FP8 operands.
+//! The operands of linear layers' matmuls, and the scales of FP8 operands.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl Operand {
         }
     }
 
-    /// Keeps only what the gradient of the weight reads. Of an input in FP8, this is the transposed copy.
+    /// Keeps only what is needed for the gradient of the weight. For an input in FP8, this is the transposed copy.
     pub(super) fn kept(self) -> Self {
         match self {
             Self::Compute(x) => Self::Compute(x),
@@ -84,7 +84,7 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8. In FP8, query, key and value share their backward matmuls.
+    /// Whether the matmuls are in FP8. In FP8, the query, key and value projections have one common backward.
     pub(super) fn in_fp8(&self) -> bool {
         match self.precision {
             LinearPrecision::Compute => false,
@@ -101,7 +101,7 @@ impl Operands {
         self.scales.get(role as usize)
     }
 
-    /// Makes an operand from `x`. An operand in FP8 is stored by rows, transposed, or both: see `copies`.
+    /// Makes an operand from `x`. In FP8, `copies` tells whether the matrix, its transpose, or both are stored.
     fn quantized(&self, x: Tensor, role: OperandRole, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),
@@ -124,7 +124,7 @@ impl Operands {
         self.quantized(x, role, Fp8Copies::Rows)
     }
 
-    /// The residual stream with the previous layer's output added, and its normalization.
+    /// Adds the previous layer's output to the residual stream. Returns the sum and the normalized sum.
     pub(super) fn normed(
         &self,
         norm: &Norm,
@@ -142,7 +142,7 @@ impl Operands {
     }
 
     /// The gradient of the residual stream at a norm's input, as [`Norm::backward`] computes it. Returned twice: in the
-    /// compute type, and as an operand (in FP8 quantized) of the next matmul.
+    /// compute type, and as the operand of the next matmul, which may be in FP8.
     pub(super) fn stream_gradient(
         &self,
         norm: &Norm,
@@ -172,8 +172,8 @@ impl Operands {
         }
     }
 
-    /// The gradient of gate and up, concatenated along the columns. With `again`, also `swiglu(gate, up)` in the form
-    /// that the gradient of the down projection's weight reads.
+    /// The gradient of gate and up, concatenated along the columns. If `again` is true, also `swiglu(gate, up)`, from
+    /// which the gradient of the down projection's weight is computed.
     pub(super) fn gated(
         &self,
         gate: &Tensor,

@@ -44,16 +44,16 @@ pub struct Parameters {
     pub(super) layout: Layout,
     mesh: Mesh,
     moments: Moments,
-    /// Declared before `held`, so that it is dropped first: transfers write to `held`. Models share this field, but no
-    /// model outlives its parameters.
+    /// Declared before `held`, so that it is dropped first: its drop waits for transfers that write to `held`. Models
+    /// have clones of this `Rc`, but are dropped before their `Parameters`.
     arrivals: Rc<PendingGathers>,
     /// By piece.
     held: Vec<Held>,
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards contain the sum
     /// over ranks.
     gradients: Option<Tensor>,
-    /// Receive buffers, if there are other ranks. The first two receive the data of the node's ranks, one piece at a
-    /// time, and alternate: one is filled while the other is summed. The third receives the data of other nodes.
+    /// Receive buffers for gradients, if there are other ranks. The first two receive from ranks of this node, one
+    /// piece at a time, and alternate: one is filled while the other is summed. The third receives from other nodes.
     pub(super) received: Option<[Tensor; 3]>,
     /// By parameter: whether the gradient has been written since it was cleared.
     pub(super) filled: Vec<Arc<AtomicBool>>,
@@ -61,21 +61,22 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
-    /// For each piece in FP8 that several ranks share: sums of its initial weights, to detect ranks that read different
-    /// files. FP8 values cannot show this: each rank quantizes only its shard, and all ranks gather the same values.
+    /// For each piece of parameter memory in FP8 that is divided among several ranks: sums of its initial weights, to
+    /// detect ranks that read different files. FP8 values cannot show this: each rank quantizes only its shard, and all
+    /// ranks gather the same values.
     initial: Vec<f64>,
-    /// The scales of FP8 operands with delayed scaling. They are computed from earlier steps.
+    /// The scales of FP8 operands with delayed scaling.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
 
 /// The values of one piece.
 #[derive(Debug)]
 struct Held {
-    /// The whole piece's weights as the model reads them.
+    /// The weights of the whole piece, which the forward and the backward read.
     values: Values,
     /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
-    /// The optimizer's statistics, one for each matrix row. The matrices are in the order of [`matrices_of`].
+    /// The optimizer's statistics, one for each row of the piece's matrices, which are in the order of [`matrices_of`].
     rows: Option<Tensor>,
 }
 
@@ -86,8 +87,8 @@ pub(crate) struct InitialValues<'a> {
     /// Returns a range of elements of a parameter's moment. The first argument is the moment's name in
     /// [`Training::moments`]. `None` if the moments are zero.
     pub(crate) moments: Option<&'a InitialMoments<'a>>,
-    /// Returns the statistics of a matrix's rows. The arguments are the tensor's name and the number of rows. `None` if
-    /// the statistics are zero.
+    /// Returns the optimizer's statistics of a matrix, one for each row. The arguments are the name of their tensor and
+    /// the number of rows. `None` if the statistics are zero.
     pub(crate) rows: Option<&'a InitialRows<'a>>,
 }
 
@@ -104,8 +105,8 @@ impl<'a> InitialValues<'a> {
 }
 
 impl Parameters {
-    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that two models
-    /// that differ in one parameter agree in all others. `dtype` is the model's compute type.
+    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that adding a
+    /// parameter to a model does not change the initial values of the others. `dtype` is the model's compute type.
     ///
     /// # Errors
     /// When a tensor cannot be allocated.
@@ -123,7 +124,7 @@ impl Parameters {
     /// Makes parameters with these values. `trained` is as in [`Parameters::load`].
     ///
     /// # Errors
-    /// When a source fails, or memory is short.
+    /// When a source in `values` fails, or memory is short.
     pub(crate) fn from_values(
         mut specs: Vec<ParameterSpec>,
         values: &InitialValues<'_>,
@@ -225,7 +226,7 @@ impl Parameters {
         Ok(())
     }
 
-    /// A parameter as the model uses it.
+    /// The value of a parameter, and its gradient if it is trained.
     ///
     /// # Errors
     /// When no parameter has this name.
@@ -285,7 +286,7 @@ impl Parameters {
         &self.specs
     }
 
-    /// The elements of a parameter in [`Parameters::gradients`].
+    /// The range of a parameter's elements in [`Parameters::gradients`].
     ///
     /// # Errors
     /// When no parameter has this name.
@@ -297,7 +298,7 @@ impl Parameters {
     /// The sum of gradients since [`Parameters::clear_gradients`].
     ///
     /// # Errors
-    /// When nothing is trained.
+    /// When the model was not made for training.
     pub fn gradients(&self) -> Result<&Tensor> {
         match &self.gradients {
             Some(gradients) => Ok(gradients),
@@ -305,11 +306,11 @@ impl Parameters {
         }
     }
 
-    /// Resets the gradients. The gradients of matrices are only marked as empty, because the first matmul of the next
-    /// backward overwrites them, which saves a pass over memory.
+    /// Resets the gradients. To save a pass over memory, the gradients of matrices are only marked as empty: the next
+    /// backward overwrites them.
     ///
     /// # Errors
-    /// When nothing is trained.
+    /// When the model was not made for training.
     pub fn clear_gradients(&self) -> Result<()> {
         self.filled.iter().for_each(|filled| filled.store(false, Ordering::Relaxed));
         let gradients = self.gradients()?;
@@ -322,7 +323,7 @@ impl Parameters {
     /// The first parameter whose gradient is not finite.
     ///
     /// # Errors
-    /// When nothing is trained.
+    /// When the model was not made for training.
     pub fn first_non_finite(&self) -> Result<Option<&str>> {
         for spec in &self.specs {
             let sum = ops::sum_of_squares(&self.view(self.gradients()?, &spec.name)?)?;
@@ -344,7 +345,7 @@ impl Parameters {
     /// within the node. The first read of a weight waits for the all-gather of its piece.
     ///
     /// # Errors
-    /// When nothing is trained, an update fails, or a rank cannot be reached.
+    /// When the model was not made for training, an update fails, or a rank cannot be reached.
     pub fn update(&self, update: impl Fn(&Shard<'_>) -> Result<()>, ranks: &Ranks) -> Result<()> {
         self.updates.fetch_add(1, Ordering::Relaxed);
         self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))?;
@@ -373,9 +374,9 @@ impl Parameters {
             match values {
                 Values::Stored(values) if self.mesh.shard.of > 1 => {
                     let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values.clone());
-                    // For hidden matrices (`apart`), ranks also exchange Muon's directions; for pieces in FP8, they
-                    // exchange largest values. These exchanges would queue behind all-gathers that have started, so the
-                    // all-gather of this piece starts after them.
+                    // Muon's updates (of pieces with `apart`) exchange update directions between ranks. After the loop,
+                    // ranks exchange the largest absolute values of FP8 weights. An all-gather that starts here would
+                    // delay these exchanges, so it starts after them.
                     match piece.common.apart || !fp8_pieces.is_empty() {
                         true => later.push(updated),
                         false => self.gather(vec![updated], shards)?,
@@ -401,7 +402,7 @@ fn sums_of(values: &[f32]) -> [f64; 2] {
     [all.clone().sum(), all.map(|x| x * x).sum()]
 }
 
-/// The slices of `all` at these ranges, which are in ascending order and do not overlap.
+/// The slices of `all` at `ranges`, which are in ascending order and do not overlap.
 fn disjoint(mut all: &mut [f32], ranges: impl Iterator<Item = Range<usize>>) -> Vec<&mut [f32]> {
     let mut end = 0;
     let mut next = |range: Range<usize>| {

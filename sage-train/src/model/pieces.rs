@@ -32,17 +32,17 @@ pub(super) struct Piece {
 pub(super) struct Common {
     /// Whether weight decay applies.
     pub(super) decays: bool,
-    /// Whether the model reads the parameters in f32, whatever its compute type.
+    /// Whether the model always reads the parameters in f32, even if it computes in bf16 or f16.
     pub(super) wide: bool,
-    /// Whether the parameters are hidden matrices that an optimizer other than AdamW updates, so that no other
-    /// parameters share their pieces.
+    /// Whether the piece must contain only matrices of hidden layers, because the optimizer (Muon) updates each matrix
+    /// as a whole.
     pub(super) apart: bool,
     /// Whether training reads the parameters only in FP8.
     pub(super) fp8: bool,
 }
 
 impl Common {
-    /// All combinations that occur, in the order of the pieces: parameters with weight decay come first.
+    /// All combinations that occur. In memory, pieces are in this order: pieces with weight decay come first.
     const ALL: [Self; 7] = [
         Self { decays: true, wide: false, apart: false, fp8: false },
         Self { decays: true, wide: false, apart: false, fp8: true },
@@ -69,15 +69,16 @@ impl Common {
     }
 }
 
-/// The place of each parameter of a model in memory.
+/// Where each parameter of a model is in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// By parameter name: the index of the parameter's spec, and the index of its first element.
+    /// By parameter name: the index of its [`ParameterSpec`], and the index of its first element in the elements of all
+    /// pieces.
     pub(super) places: HashMap<String, (usize, usize)>,
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
-    /// The gradients that are zeroed before a backward because no matmul overwrites them. If a piece contains only such
-    /// gradients, the whole piece is one range.
+    /// Ranges of gradients that are zeroed before a backward because no matmul overwrites them. A piece that contains
+    /// only such gradients is one range.
     pub(super) cleared: Vec<Range<usize>>,
 }
 
@@ -96,7 +97,7 @@ impl Layout {
             let mut start = len;
             let multiple = common.multiple_of_shards() * ranks;
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| of(spec) == common) {
-                // Matrices of one matmul are stored without gaps, in one piece.
+                // A parameter that `follows` another is stored in the same piece, without a gap between them.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
@@ -140,18 +141,18 @@ impl Layout {
         order
     }
 
-    /// The indices of the pieces, in the order in which a forward reads them: the vectors of all layers, then matrices
-    /// layer by layer.
+    /// The indices of the pieces, roughly in the order in which a forward reads them: first the pieces without weight
+    /// decay, then the pieces with it.
     pub(super) fn forward_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.pieces.len()).collect();
         order.sort_by_key(|piece| self.pieces[*piece].common.decays);
         order
     }
 
-    /// The element range of each matrix of a piece, ascending. Matrices that one matmul reads form one range.
+    /// The element range of each matrix of a piece, ascending. Matrices that one matmul reads count as one.
     pub(super) fn matmuls(&self, specs: &[ParameterSpec], piece: &Piece) -> Vec<Range<usize>> {
         let mut all: Vec<Range<usize>> = Vec::new();
-        // A parameter that `follows` another in memory also follows it in `specs`.
+        // In `specs`, a parameter with `follows` comes directly after the parameter that it follows in memory.
         for spec in specs {
             let at = self.places[&spec.name].1;
             if !piece.range.contains(&at) {
@@ -171,8 +172,8 @@ impl Layout {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
-    /// The largest numbers of elements that a rank receives at once in a reduction: its shard of one piece from each
-    /// rank of its node, and a part of that shard from each node.
+    /// The largest numbers of gradient elements that a rank receives in one exchange within its node, and in one
+    /// exchange between nodes.
     pub(super) fn largest_received(&self, Mesh { shard, replica, .. }: Mesh) -> [usize; 2] {
         let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
         let room = |len: usize, of: usize| if of == 1 { 0 } else { len };
@@ -185,8 +186,8 @@ impl Layout {
     }
 }
 
-/// The layer of a parameter. A backward completes the gradients of the output matrix and the final norm before all
-/// layers (`usize::MAX`), and the gradient of the embedding after them (`None`).
+/// The layer of a parameter. `usize::MAX` for the output matrix and the final norm, whose gradients a backward
+/// completes first; `None` for the embedding, whose gradient it completes last.
 fn first_layer(spec: &ParameterSpec) -> Option<usize> {
     let number = spec.name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
     let layer = number.and_then(|number| number.parse().ok());
@@ -198,7 +199,7 @@ fn first_layer(spec: &ParameterSpec) -> Option<usize> {
     }
 }
 
-/// Bytes of the receive buffers of a rank. `whole_matrices` says whether the optimizer updates hidden matrices as a
+/// Bytes of the receive buffers of a rank. `whole_matrices` says whether the optimizer updates each hidden matrix as a
 /// whole.
 pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh, whole_matrices: bool) -> u64 {
     let layout = Layout::new(specs, mesh, whole_matrices);
@@ -316,7 +317,7 @@ mod tests {
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
         assert_eq!(layout.forward_order(), [4, 0, 1, 2, 3]);
-        // If a separate optimizer updates the hidden matrices, they have pieces without the embedding.
+        // If a separate optimizer updates the hidden matrices, no piece contains both them and other parameters.
         let layout = Layout::with_pieces_of(&specs, 1, usize::MAX, true);
         let apart: Vec<_> =
             layout.pieces.iter().map(|piece| (piece.common.apart, piece.range.len())).collect();

@@ -19,7 +19,7 @@ pub enum LinearPrecision {
 pub enum Scaling {
     /// The matrix's own largest value, which needs a second pass over memory.
     Current,
-    /// The matrix's largest values in earlier steps, times a margin.
+    /// The largest values that the matrix had in earlier steps, times a margin.
     Delayed,
 }
 
@@ -50,7 +50,7 @@ impl LinearPrecision {
     }
 
     /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling the backward
-    /// computes this input again, as transposed FP8 values, in the pass that reads gate and up.
+    /// computes this input again, from the outputs of the gate and up projections.
     pub(super) fn keeps_hidden(self) -> bool {
         match self {
             Self::Compute | Self::Fp8(_, Scaling::Current) => true,
@@ -58,7 +58,7 @@ impl LinearPrecision {
         }
     }
 
-    /// Bytes per parameter of the quantized copies that the matmuls read: a weight in FP8, and its transpose.
+    /// Bytes per parameter for the copies that the matmuls read: the weight matrix in FP8, and its transpose.
     pub fn copied_bytes(self) -> u64 {
         match self {
             Self::Compute => 0,
@@ -75,10 +75,10 @@ impl LinearPrecision {
         }
     }
 
-    /// Checks a number of rows, inputs or outputs. `name` describes the number in the message.
+    /// Checks that the matmuls support `number` rows, inputs or outputs. The error message calls this dimension `name`.
     ///
     /// # Errors
-    /// When the matmuls do not support this number.
+    /// When the matmuls do not support `number`.
     pub fn check(self, name: &str, number: usize) -> candle_sage::Result<()> {
         match self {
             Self::Fp8(..) if !number.is_multiple_of(ops::FP8_MULTIPLE) => {
@@ -95,16 +95,21 @@ impl LinearPrecision {
 /// The role of an operand in its transformer layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperandRole {
-    /// Inputs of four linear layers: query, key and value; attention's output projection; gate and up; the down
-    /// projection.
+    /// Input of the query, key and value projections.
     Normed,
+    /// Input of attention's output projection.
     Attended,
+    /// Input of the gate and up projections.
     MlpNormed,
+    /// Input of the down projection.
     Hidden,
-    /// Gradients of the outputs of these four linear layers, in the order of their inputs above.
+    /// Gradient of the outputs of the query, key and value projections.
     Projected,
+    /// Gradient of the output of attention's output projection.
     Output,
+    /// Gradient of the outputs of the gate and up projections.
     GateUp,
+    /// Gradient of the output of the down projection.
     Down,
 }
 

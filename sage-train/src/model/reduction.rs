@@ -1,5 +1,5 @@
 //! The reduction of gradients over all ranks, one piece of parameter memory at a time: a reduce-scatter within each
-//! node, and an all-reduce of each shard between nodes. It runs during a step's last backward, or after it.
+//! node, and an all-reduce of each shard between nodes.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -11,15 +11,14 @@ use crate::ranks::{Ranks, Transfer};
 #[derive(Debug)]
 struct PendingTransfer {
     piece: usize,
-    /// The receive buffer: every rank of the node sends its gradients for this rank's shard of the piece.
+    /// The receive buffer: the gradients of this rank's shard of the piece, from every rank of the node.
     parts: Tensor,
     transfer: Transfer,
 }
 
-/// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first over the
-/// ranks of its node, then over the nodes. All ranks send the pieces in the same order. During a backward,
-/// this is the order in which the backward completes the pieces. The transfer of a piece overlaps with the summation
-/// of the piece before it.
+/// Sums the gradients of all ranks, in the order of the ranks. Each rank sums its shard of each piece, first over the
+/// ranks of its node, then over the nodes. All ranks send the pieces in the same order. The transfer of a piece
+/// overlaps with the summation of the piece before it.
 #[derive(Debug)]
 pub struct Reduction<'a> {
     parameters: &'a Parameters,
@@ -27,14 +26,14 @@ pub struct Reduction<'a> {
     order: Vec<usize>,
     sent: usize,
     coming: Option<PendingTransfer>,
-    /// By piece: the sum of squares of this rank's shard.
+    /// By piece: the sum of squares of the summed gradients in this rank's shard.
     squares: Vec<Option<Tensor>>,
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller reports the layers that the
-    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces, the pieces of vectors last: they
-    /// are small, and the last transfer overlaps with nothing.
+    /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller calls
+    /// [`Reduction::send_after`] for each layer. Otherwise [`Reduction::finish`] sends all pieces. Pieces without
+    /// weight decay are small and are sent last, because no transfer overlaps with the summation of the last piece.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let during_backward = ranks.mesh().during_backward;
         let pieces = 0..parameters.layout.pieces.len();
@@ -44,7 +43,7 @@ impl<'a> Reduction<'a> {
     }
 
     /// Called when the backward of a step's last micro-batch has finished `layer`. (A backward runs from the last layer
-    /// to the first.) Sends the pieces that no layer below `layer` contributes to.
+    /// to the first.) Sends the pieces whose gradients are now complete.
     ///
     /// # Errors
     /// When a rank cannot be reached.
@@ -59,11 +58,11 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// Called when all gradients are complete: sends the remaining pieces and sums all of them. Returns the
-    /// sum of squares of this rank's shards, an f64 scalar.
+    /// Called when all gradients are complete: sends the remaining pieces and sums them over the ranks. Returns the sum
+    /// of squares of the gradients in this rank's shards, an f64 scalar.
     ///
     /// # Errors
-    /// When nothing is trained, a matrix received no gradient, or another rank cannot be reached.
+    /// When the model was not made for training, a matrix received no gradient, or another rank cannot be reached.
     pub fn finish(mut self) -> Result<Tensor> {
         self.parameters.check_filled()?;
         while let Some(&piece) = self.order.get(self.sent) {
@@ -94,7 +93,7 @@ impl<'a> Reduction<'a> {
             _ => (gradients.narrow(0, 0, 0)?, Transfer::NONE),
         };
         self.sent += 1;
-        // There are only two receive buffers, so the piece before this one is summed now.
+        // Sum the previous piece now: the next send overwrites the receive buffer of that piece.
         let before = self.coming.replace(PendingTransfer { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }
@@ -111,8 +110,8 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// Sums a shard over the nodes: each rank that owns this shard sums one part of it, and an all-gather distributes
-    /// the parts.
+    /// Sums this rank's shard of a piece's gradients over the nodes. Each node has one rank with this shard: each of
+    /// these ranks sums one part of it, and an all-gather then gives them all parts.
     fn add_nodes(&self, own: &Tensor) -> Result<()> {
         let replicas = self.ranks.replicas();
         let (node, Some([_, _, room])) = (replicas.rank(), &self.parameters.received) else { return Ok(()) };
@@ -129,7 +128,7 @@ impl<'a> Reduction<'a> {
 }
 
 impl Parameters {
-    /// Checks that the backward wrote the gradient of every matrix.
+    /// Checks that the backward wrote all gradients that `clear_gradients` does not set to zero.
     fn check_filled(&self) -> Result<()> {
         for (spec, filled) in self.specs.iter().zip(&self.filled) {
             let filled = filled.load(std::sync::atomic::Ordering::Relaxed);

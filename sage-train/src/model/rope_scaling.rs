@@ -7,13 +7,13 @@ use candle_sage::ops::Llama3Scaling;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Llama 3's scaling of the rotary embedding, as `FACTOR,LOW,HIGH,CONTEXT`.
+/// Llama 3's scaling of the rotary embedding. Its text form is `FACTOR,LOW,HIGH,CONTEXT`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct RopeScaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// Frequencies with fewer rotations than this in the original context are low.
+    /// Frequencies with fewer rotations than this in the original context are divided by `factor`.
     pub low_freq_factor: f64,
     /// Frequencies with more rotations than this in the original context are not changed.
     pub high_freq_factor: f64,
@@ -39,7 +39,7 @@ impl RopeScaling {
         }
         Err(Error::new("rope-scaling is out of range")
             .got(self)
-            .allowed("a factor of at least 1, 0 < low < high, a context of at least 1 token")
+            .allowed("FACTOR,LOW,HIGH,N with FACTOR at least 1, 0 < LOW < HIGH, and a context N of at least 1 token")
             .hint("Llama 3.1 has 8,1,4,8192"))
     }
 }

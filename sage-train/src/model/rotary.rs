@@ -8,8 +8,8 @@ use super::config::LlamaConfig;
 use super::layers::Norm;
 use super::sla2_config::Stage;
 
-/// The positions of the tokens (rotary angles for one sequence), the packed documents that attention is
-/// confined to, and the stage that decides between dense and sparse attention.
+/// What attention needs for a sequence in addition to Q, K and V: the tables of rotary angles, the packed documents,
+/// and the stage (dense or sparse attention).
 #[derive(Debug, Clone)]
 pub(super) struct Rotary {
     pub(super) cos: Tensor,
@@ -54,8 +54,8 @@ impl Rotary {
         }
     }
 
-    /// Returns the gradients of query and key, concatenated along the heads, and adds the gradients of the norms'
-    /// weights.
+    /// Returns the gradients of query and key, concatenated along the heads. Adds the gradients of the norms' weights
+    /// to their accumulated gradients.
     pub(super) fn backward(
         &self,
         x: [&Tensor; 2],
@@ -73,7 +73,7 @@ impl Rotary {
         Ok(dx)
     }
 
-    /// As [`Rotary::backward`], but returns the gradients in FP8, with the gradient of value (`dvalue`) behind them.
+    /// As [`Rotary::backward`], but returns the gradients in FP8, concatenated with `dvalue`, the gradient of value.
     pub(super) fn backward_fp8(
         &self,
         x: [&Tensor; 2],

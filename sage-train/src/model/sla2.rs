@@ -1,4 +1,4 @@
-//! SLA2 in an attention layer: selects blocks, blends exact attention with the linear tail, and trains the router.
+//! SLA2 in an attention layer: selects blocks of keys, mixes exact and linear attention, and trains the router.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_sage::ops::{self};
@@ -11,16 +11,16 @@ use super::parameters::{Parameters, Weight};
 use super::sla2_config::{Choice, Sla2Config};
 use super::ulysses::Ulysses;
 
-/// Statistics of a selection for the queries and keys of a layer, or their mean over layers.
+/// Statistics of the selection in one layer, or the means of these statistics over layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Selected {
     /// The fraction of the (query, key) pairs that are not selected.
     pub sparsity: f64,
-    /// The mean weight of exact attention in its mixture with the tail; 1 without a tail.
+    /// The mean weight of exact attention in the mixture of exact attention and tail; 1 without a tail.
     pub exact_weight: f64,
-    /// The fraction of dense attention's probability mass on past blocks that falls on the selected blocks.
+    /// Of dense attention's probability mass on past blocks: the fraction on selected blocks.
     pub mass_caught: f64,
-    /// The number of query blocks that select the most-selected key block, divided by the mean number per key block.
+    /// The largest number of query blocks that select one key block, divided by the mean number over all key blocks.
     pub users_ratio: f64,
 }
 
@@ -37,7 +37,7 @@ impl Selected {
     }
 }
 
-/// The largest number of query blocks that select the same key block, divided by the mean number per key block.
+/// Computes [`Selected::users_ratio`].
 fn users_ratio(selection: &Selection) -> Result<f64> {
     let (shape, (rows, columns)) = (selection.shape(), selection.block());
     let mut users: Vec<usize> = Vec::new();
@@ -54,8 +54,9 @@ fn users_ratio(selection: &Selection) -> Result<f64> {
     Ok(users.into_iter().max().unwrap_or(0) as f64 / mean.max(1.0))
 }
 
-/// Factor of the gradients of router and `theta` in the router stage. AdamW's updates do not depend on the scale of a
-/// gradient, and with this factor these gradients hardly affect the clipping by the global norm.
+/// In the router stage, the gradients of the router and `theta` are multiplied by this factor, so that they hardly
+/// change the norm of the whole model's gradient, by which it is clipped. AdamW's updates do not depend on the scale of
+/// a gradient.
 const TEACHING: f64 = 0.01;
 
 #[derive(Debug, Clone)]
@@ -66,13 +67,13 @@ pub(super) struct Sla2Layer {
     head_dim: usize,
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
-    /// Present if several ranks share each sequence. Each rank then computes only its own heads, and trains the slices
-    /// of `router` and `theta` that belong to them. A slice is along the first dimension.
+    /// Present if several ranks share each sequence. Each rank then computes only some heads, and trains only these
+    /// heads' slices of `router` and `theta` (along the first dimension).
     ulysses: Option<Ulysses>,
 }
 
-/// The slice of a weight, or of its gradient, that belongs to heads `own`, given as the first head and the number of
-/// heads.
+/// The slice of a weight, or of its gradient, for some heads. `own`: the first head and the number of heads, or `None`
+/// for all heads.
 fn part(weight: &Tensor, own: Option<(usize, usize)>) -> Result<Tensor> {
     own.map_or(Ok(weight.clone()), |(first, len)| weight.narrow(0, first, len)?.contiguous())
 }
@@ -107,7 +108,7 @@ impl Sla2Layer {
         })
     }
 
-    /// Turns this layer into the layer of a rank that computes some of the heads.
+    /// Makes this layer compute only this rank's heads, or all heads if `ulysses` is `None`.
     pub(super) fn share(&mut self, ulysses: Option<&Ulysses>) {
         self.ulysses = ulysses.cloned();
     }
@@ -144,7 +145,7 @@ impl Sla2Layer {
         }
     }
 
-    /// The router; `None` if windows select the blocks.
+    /// The router; `None` with [`Choice::Window`], which needs no router.
     fn select_by(&self, k: &Tensor) -> Result<Option<Router>> {
         match (self.config.choice, &self.router) {
             (Choice::Window, _) => Ok(None),
@@ -191,22 +192,23 @@ impl Sla2Layer {
         }
     }
 
-    /// Whether a cache can continue a sequence. `following` is the scheme of the later tokens, by default the layer's.
+    /// Whether tokens can be computed with a cache of the tokens before them. `following` is the scheme of the forward
+    /// with the cache; `None` means the layer's scheme.
     pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
         let scheme = following.unwrap_or(self.scheme);
         self.config.choice != Choice::Window && scheme == Scheme::Unquantized
     }
 
-    /// Selects blocks for queries and keys, and measures the selection. On a GPU this waits for the device.
+    /// Selects blocks, and returns statistics of the selection. On a GPU this waits for the device.
     pub(super) fn selected(&self, [q, k]: [&Tensor; 2], documents: Option<&Packing>) -> Result<Selected> {
         let selection = self.select(q, k, documents)?;
         let exact_weight = match self.config.tail {
             None => 1.0,
-            // A blend of ones (for exact attention) and zeros (for the tail) is the weight of exact attention.
+            // If exact attention's output is 1 and the tail's is 0, their blend is the weight of exact attention.
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
-                // All channels of a head have the same weight.
+                // The weight of exact attention does not depend on the channel.
                 let weights = weights.narrow(3, 0, 1)?.contiguous()?;
                 f64::from(weights.to_dtype(DType::F32)?.mean_all()?.to_scalar::<f32>()?)
             }
@@ -238,8 +240,9 @@ impl Sla2Layer {
         Ok([dq, dk, dv])
     }
 
-    /// Adds to the accumulated gradients: for the router, the gradient that trains it towards dense attention's
-    /// probability mass; for `theta`, the gradient that trains it towards dense attention's output `out`.
+    /// Adds to the accumulated gradients of the router and `theta`. The router learns how much probability dense
+    /// attention gives to each key block. `theta` is trained so that SLA2's output is close to `out`, the output of
+    /// dense attention.
     pub(super) fn train_router(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -252,7 +255,8 @@ impl Sla2Layer {
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
             let [entropy, mass] = self.op(documents).router_loss_sums(&router, q, k)?;
-            // The mass is summed over all heads, so that the loss equals the loss on a single rank.
+            // Each rank divides its `entropy` by the sum of `mass` over the ranks that share the sequence, each
+            // with some of the heads. Then these ranks' losses add up to the loss over all heads.
             let mass = self.ulysses.as_ref().map_or(Ok(mass.clone()), |ulysses| ulysses.sum(&mass))?;
             let gradients = ((entropy / mass)? * (TEACHING * self.ranks()))?.backward()?;
             for (weight, var) in [query, key].into_iter().zip(&vars) {
@@ -263,8 +267,8 @@ impl Sla2Layer {
         }
         let Some(theta) = &self.theta else { return Ok(()) };
         let (blended, vjp) = self.vjp([q, k, v], documents)?;
-        // The loss of `theta` is the squared difference from `out`, averaged over tokens and summed over
-        // channels.
+        // `theta` is trained with the squared difference of `blended` and `out`, averaged over tokens and summed over
+        // heads and channels.
         let factor = TEACHING * self.ranks() * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
         let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
         Self::add(theta, self.queries(), &dtheta)

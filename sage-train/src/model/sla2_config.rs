@@ -15,24 +15,24 @@ pub enum Choice {
     Window,
 }
 
-/// The SLA2 settings of a run, without the numerics, which the model's scheme determines.
+/// The SLA2 settings of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sla2Config {
     /// Largest number of past key blocks that a query block selects.
     pub blocks: usize,
-    /// Number of selected blocks that are always the nearest blocks, whatever the router selects.
+    /// This many of the `blocks` are always the past blocks nearest to the query block; the router selects the others.
     pub nearest: usize,
     /// Tokens per block, of queries and of keys.
     pub block: usize,
     /// How the blocks are selected.
     pub choice: Choice,
-    /// The blocks that the linear tail sums over; `None` leaves the tail out.
+    /// The blocks that the tail (linear attention) covers; `None` leaves the tail out.
     pub tail: Option<Tail>,
-    /// How `theta` determines the weight of exact attention.
+    /// How the parameter `theta` determines the weight of exact attention in its mixture with the tail.
     pub alpha: Alpha,
-    /// Steps with dense attention at the start, including the router's steps.
+    /// Number of steps with dense attention at the start, including `router_steps`.
     pub dense_steps: u64,
-    /// Number of the last dense steps, which train router and `theta` on dense attention.
+    /// Number of steps, at the end of the dense steps, in which the router and `theta` learn from dense attention.
     pub router_steps: u64,
 }
 
@@ -41,7 +41,7 @@ pub struct Sla2Config {
 pub enum Stage {
     /// All keys.
     Dense,
-    /// All keys, while router and `theta` are trained on dense attention.
+    /// All keys. The router and `theta` learn from dense attention.
     Router,
     /// The selected blocks and the linear tail.
     Sparse,
@@ -59,12 +59,12 @@ impl Sla2Config {
         }
     }
 
-    /// The fraction of the (query, key) pairs of a causal sequence that are not computed.
+    /// The fraction of a causal sequence's (query, key) pairs that attention to the selected blocks skips.
     pub fn sparsity(&self, context: usize) -> f64 {
         let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
         let (whole, rest) = (context / self.block, context % self.block);
-        // The number of past blocks that each whole query block sees: 0, 1, 2, ... up to `blocks`, then always
-        // `blocks`.
+        // The first `growing` whole query blocks see 0, 1, 2, ... past blocks. Each later one sees `blocks` past
+        // blocks.
         let growing = whole.min(self.blocks + 1);
         let past =
             growing as f64 * (growing as f64 - 1.0) / 2.0 + (whole - growing) as f64 * self.blocks as f64;
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(Sla2Config { dense_steps: 0, ..CONFIG }.stage(0), Sparse);
     }
 
-    /// Counted by hand: four blocks of 16 tokens; the third and the fourth select two past blocks each.
+    /// Four blocks of 16 tokens: the second block selects one past block, the third and the fourth select two each.
     #[test]
     fn sparsity_counts_pairs() {
         let seen = 4 * (16 * 17 / 2) + 16 * 16 + 2 * 2 * 16 * 16;

@@ -14,20 +14,19 @@ use super::spec::ParameterSpec;
 use super::training::Moments;
 use crate::hex;
 
-/// The parameters of which a file contains only a part, by name: the first element, and the number of elements.
+/// For the name of each parameter of which a file contains only a part: the part's offset in the parameter, and its
+/// length, in elements.
 pub type Parts = BTreeMap<String, [u64; 2]>;
 
-/// A copy of all parameters, or of the shards that a rank writes: their weights and, if they were requested, their
-/// moments.
+/// A copy of all parameters, or of the shards that a rank writes: weights and, if requested, moments.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The names of the moments, whose values are in the rows of `held` after the first row. A moment's name is the
-    /// prefix that a checkpoint puts before a parameter's name.
+    /// The names of the moments. A moment's name is the prefix that a checkpoint puts before a parameter's name.
     pub(super) moments: Moments,
-    /// For each range of elements: its start in the layout, and a tensor of shape (rows, elements). The first row
-    /// contains the weights.
+    /// For each copied range of the parameters' elements: its start in the layout, and a tensor of shape (rows,
+    /// elements). The first row contains the weights, the next rows the values of the `moments`.
     pub(super) held: Vec<(usize, Tensor)>,
     /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
     pub(super) rows: Vec<(String, Tensor)>,
@@ -36,8 +35,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Writes the snapshot as safetensors in f32, with the weights under their own names. Returns the parameters of
-    /// which the file contains only a part.
+    /// Writes the snapshot as safetensors in f32. Returns the parameters that the file contains only in part.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -81,6 +79,7 @@ impl Snapshot {
         let weights = self.held.iter().all(|(_, held)| held.dims()[0] == 1);
         let about = weights.then(|| {
             let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));
+            // transformers requires the entry `format`.
             in_order([("format".to_owned(), "pt".to_owned()), (HASH.to_owned(), hash)])
         });
         safetensors::serialize_to_file(&tensors, about, path)?;
@@ -91,7 +90,6 @@ impl Snapshot {
 
 /// The metadata of a file as a map that iterates in the given order, so that equal weights make equal files. A
 /// `HashMap` draws a random order when it is made, so this function makes maps until one has the right order.
-/// (transformers requires the entry `format`.)
 fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
     loop {
         let map = HashMap::from(about.clone());

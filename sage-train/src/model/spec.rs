@@ -18,7 +18,8 @@ pub struct ParameterSpec {
     pub dims: Vec<usize>,
     /// Initialization.
     pub start: Start,
-    /// Whether the parameter directly follows the parameter before it in memory, so that one matmul reads both.
+    /// Whether memory contains the parameter directly after the previous parameter of the list of specs, so that one
+    /// matmul reads both.
     pub follows: bool,
     /// Whether training reads the parameter only in FP8.
     pub fp8: bool,
@@ -43,8 +44,8 @@ pub enum Kind {
     Sinks,
     /// A router of SLA2: a matrix for each head.
     Router,
-    /// `theta` of SLA2: for each query head, a number that determines the weight of exact attention in its mixture with
-    /// the tail.
+    /// `theta` of SLA2: for each query head, a number that determines the weights of exact attention and of the tail in
+    /// the output.
     Theta,
 }
 
@@ -57,7 +58,7 @@ impl Kind {
         }
     }
 
-    /// Whether the model reads the parameter in f32, whatever its compute type.
+    /// Whether the model always reads the parameter in f32, even if it computes in bf16 or f16.
     pub fn is_wide(self) -> bool {
         match self {
             Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias => false,
@@ -65,8 +66,9 @@ impl Kind {
         }
     }
 
-    /// Whether the first matmul of a backward overwrites the gradient, so that it need not be cleared. The loss head
-    /// adds to the gradient of the output matrix, and the embedding lookup adds to the gradient of the embedding.
+    /// Whether the gradient need not be cleared, because the first matmul that computes it overwrites the old value.
+    /// The loss head adds to the gradient of the output matrix, and the embedding lookup adds to the gradient of the
+    /// embedding.
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) | Self::Bias => true,
@@ -124,7 +126,7 @@ impl ParameterSpec {
         }
     }
 
-    /// The initial values of a router or `theta` of SLA2, which a model without SLA2 lacks.
+    /// The initial values of a parameter that only models with SLA2 have; `None` for other parameters.
     pub fn start_in_sla2(&self) -> Option<Vec<f32>> {
         self.fixed_start().filter(|_| self.kind.is_of_sla2())
     }

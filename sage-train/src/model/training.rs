@@ -6,7 +6,7 @@ use candle_sage::ops::MuonMatrix;
 use super::spec::Kind;
 use crate::ranks::{Group, Ranks};
 
-/// The ranks that train parameters, and the state of their optimizer.
+/// The ranks that train parameters, and the optimizer's state.
 #[derive(Debug, Clone, Copy)]
 pub struct Training<'a> {
     /// The ranks that train the model.
@@ -25,8 +25,8 @@ pub struct Moments {
     pub others: &'static [&'static str],
     /// Name of the row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
     pub rows: Option<&'static str>,
-    /// Whether each hidden matrix is updated as a whole. If so, hidden matrices and other parameters are
-    /// stored in separate pieces of memory.
+    /// Whether the update of an element of a hidden matrix depends on the whole matrix. If so, a piece of parameter
+    /// memory contains either only hidden matrices or only other parameters.
     pub whole_matrices: bool,
 }
 
@@ -44,32 +44,33 @@ impl<'a> Training<'a> {
     }
 }
 
-/// The input of one optimizer update: this rank's shard of adjacent parameters.
+/// The input of one optimizer update: this rank's part of a piece of parameter memory.
 #[derive(Debug)]
 pub struct Shard<'a> {
     /// f32 of shape (1 + number of moments, parameters): the weights, then the moments.
     pub state: &'a Tensor,
-    /// f32 of shape (parameters): the sum of gradients.
+    /// f32 of shape (parameters): the gradients, summed over the step's micro-batches and the ranks.
     pub gradient: &'a Tensor,
     /// The shard's weights in the compute type, if the model reads such a copy.
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// All matrices of the piece of memory that contains the shard. `None` unless a separate optimizer updates
-    /// hidden matrices.
+    /// The matrices of the shard's piece of parameter memory. `None` unless [`Moments::whole_matrices`] is set and this
+    /// piece contains only hidden matrices.
     pub matrices: Option<Matrices<'a>>,
 }
 
-/// The matrices of a piece of parameter memory that contains only hidden matrices.
+/// The matrices of a piece that contains only matrices of hidden layers, which Muon updates.
 #[derive(Debug)]
 pub struct Matrices<'a> {
-    /// The optimizer's statistics of the rows of all matrices in f32, in the order of the matrices; equal on all ranks.
+    /// The optimizer's statistics: one f32 number for each row of each matrix, in the order of `all`. Every rank has
+    /// all of them.
     pub rows: Option<&'a Tensor>,
-    /// The shape and place of each matrix in the piece, and the number of rows in a head if the rows are divided into
-    /// heads. Matrices of one shape are adjacent.
+    /// Each matrix's shape and its position in the piece of memory. For query, key and value projections: the number of
+    /// rows of a head. Matrices with the same shape and head size are adjacent.
     pub all: Vec<(MuonMatrix, Option<usize>)>,
-    /// Number of elements of the whole piece. Each rank's shard is an equal part of it.
+    /// Number of elements of the whole piece of memory. Each rank's shard is an equal part of it.
     pub elements: usize,
-    /// The ranks that own parts of the piece.
+    /// The ranks that own shards of this piece of parameter memory.
     pub ranks: &'a Group,
 }

@@ -15,7 +15,7 @@ pub(super) struct Ulysses {
     heads: [usize; 2],
 }
 
-/// A kind of heads in a tensor that concatenates several kinds.
+/// A kind of attention heads. A tensor can concatenate the heads of queries, keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Heads {
     /// Heads of queries, or of outputs.
@@ -25,9 +25,9 @@ pub(super) enum Heads {
 }
 
 impl Ulysses {
-    /// `heads` are the numbers of query and key heads. The number of ranks divides the number of query heads. It also
-    /// divides the number of key heads, or is a larger multiple of that number. With a multiple, several ranks share
-    /// each key head.
+    /// `heads` are the numbers of query and key heads. The number of query heads is a multiple of the number of ranks.
+    /// The number of key heads is a multiple or a divisor of the number of ranks. If it is smaller than the number of
+    /// ranks, several ranks share each key head.
     pub(super) fn new(group: &Group, heads: [usize; 2]) -> Self {
         Self { group: group.clone(), heads }
     }
@@ -67,15 +67,15 @@ impl Ulysses {
         (self.heads_of(kind) / self.ranks()).max(1)
     }
 
-    /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds, head_dim). One pass
-    /// gathers the data to send, and received data arrives at its final place.
+    /// (batch, own tokens, heads of `kinds`, head_dim) -> (batch, tokens, own heads of `kinds`, head_dim). Data to send
+    /// is copied once. Received data arrives directly in the result.
     pub(super) fn to_heads(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let (batch, tokens, _, head_dim) = x.dims4()?;
         let (of, me) = (self.ranks(), self.group.rank().index);
         let own: usize = kinds.iter().map(|kind| self.own_of(*kind)).sum();
         let to_send = place((of * batch, tokens, own, head_dim), x)?;
         let out = place((batch, of * tokens, own, head_dim), x)?;
-        // Copies to `into` the heads that `rank` attends with.
+        // Copies the heads of `rank` from `x` to `into`.
         let gather = |rank: usize, into: &Tensor| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {
@@ -94,14 +94,15 @@ impl Ulysses {
                 |n| Ok([to_send.get(rank * batch + n)?, out.get(n)?.narrow(0, rank * tokens, tokens)?]);
             (0..batch).map(sequence).collect()
         })?;
-        // The copy of this rank's own part overlaps with the transfer, which is waited for before any tensor is freed.
+        // During the transfer, this rank copies the heads and tokens that it keeps to `out`. Even if the copy fails,
+        // the tensors must live until the transfer ends.
         let own = out.narrow(1, me * tokens, tokens).and_then(|own| gather(me, &own));
         self.group.wait(transfer)?;
         own.map(|()| out)
     }
 
-    /// The inverse of `to_heads`: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of
-    /// all kinds, head_dim). If several ranks share a key head, its values from these ranks are summed in f32, in the
+    /// The inverse of `to_heads`: (batch, tokens, own heads of `kinds`, head_dim) -> (batch, own tokens, heads of
+    /// `kinds`, head_dim). If several ranks share a key head, their tensors for this head are summed in f32, in the
     /// order of the ranks.
     pub(super) fn to_tokens(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let x = x.contiguous()?;
@@ -117,8 +118,8 @@ impl Ulysses {
                 false => came.narrow(0, rank * batch, batch)?.narrow(2, first, count),
             }
         };
-        // Copies heads to their places in `out`. If `others` is true, these are the heads that other ranks computed,
-        // alone or together with this rank; otherwise the heads that only this rank computed.
+        // Copies heads to their places in `out`. If `others` is false, these are the heads that only this rank
+        // computed; if it is true, all remaining heads.
         let put = |others: bool| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {
@@ -148,8 +149,7 @@ impl Ulysses {
 
 /// An uninitialized tensor with the type and device of `like`. Callers write every element before it is read.
 fn place(dims: (usize, usize, usize, usize), like: &Tensor) -> Result<Tensor> {
-    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: the places for this rank's
-    // own part in `to_send` and `came` are never read.
+    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it.
     #[allow(unsafe_code)]
     unsafe {
         Tensor::empty(dims, like.dtype(), like.device())

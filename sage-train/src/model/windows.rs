@@ -22,8 +22,8 @@ impl Windows {
     }
 }
 
-/// The number of (query, key) pairs of causal attention over `tokens` tokens, where a query sees at most `window` keys.
-/// This is a continuous approximation: without a window, half of all pairs.
+/// The approximate number of (query, key) pairs of causal attention over `tokens` tokens, where a query sees at most
+/// `window` keys. Without a window: half of all pairs.
 pub fn causal_pairs(tokens: usize, window: Option<usize>) -> f64 {
     let n = tokens as f64;
     // The window hides `hidden` keys from the last query, one fewer from the query before it, and so on.
@@ -44,7 +44,7 @@ impl fmt::Display for Windows {
 pub struct WindowPattern(Vec<bool>);
 
 impl WindowPattern {
-    /// The pattern with one letter for each layer. `slides` tells whether each layer has the window.
+    /// The pattern from one value for each layer: `true` if the layer has a sliding window.
     pub fn by_layer(slides: impl IntoIterator<Item = bool>) -> Self {
         Self(slides.into_iter().collect())
     }
@@ -75,7 +75,7 @@ impl FromStr for WindowPattern {
             Some(letters) if !letters.is_empty() => Ok(Self(letters)),
             _ => Err(Error::new("not a pattern of windows")
                 .got(format!("`{text}`"))
-                .allowed("a letter for each layer, repeated: S attends to the window, L to all tokens")
+                .allowed("a letter for each layer (S: window, L: all tokens); a short pattern repeats")
                 .hint("with SSSL every fourth layer sees all tokens")),
         }
     }
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        // With `n` visible keys of the first four queries, a query counts n - 0.5 pairs; every later query counts 4.
+        // Query n counts n - 0.5 keys for n = 1 to 4, and each later query counts 4 keys.
         assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
         assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }

@@ -18,7 +18,7 @@ pub struct AdamWConfig {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Whether the run began with bias-corrected moments ([`super::Optimizer::unbiased`]) instead of zeros.
+    /// Whether the run began with the bias-corrected moments of a checkpoint instead of zeros.
     pub initial_moments: bool,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
@@ -42,7 +42,7 @@ impl AdamWConfig {
         })
     }
 
-    /// The running means of the gradient and of its square.
+    /// Name prefixes of the moments: the running means of the gradient and of its square.
     pub(super) const MOMENTS: &'static [&'static str] = &["adamw.mean/", "adamw.square/"];
 
     /// The factor that corrects a moment, after `step` steps, for its zero initialization.
@@ -51,8 +51,8 @@ impl AdamWConfig {
         1.0 / (1.0 - beta.powf(self.correction_step(step) as f64))
     }
 
-    /// The step number in the bias correction after `step` steps. Moments that began bias-corrected have the largest
-    /// `u64`, which corrects nothing.
+    /// The step number for the bias correction after `step` steps. If the run began with bias-corrected moments, it
+    /// is the largest `u64`, so that nothing is corrected.
     fn correction_step(&self, step: u64) -> u64 {
         if self.initial_moments { u64::MAX } else { step }
     }

@@ -11,24 +11,24 @@ use crate::checks::{above_zero, in_range};
 use crate::model::Shard;
 use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 
-/// The settings of Muon, which do not change during a run.
+/// The settings of Muon for a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
     /// AdamW's settings, for all parameters except hidden matrices. The clipping also applies to hidden matrices.
     pub adamw: AdamWConfig,
-    /// The learning rate of matrices.
+    /// The learning-rate schedule of hidden matrices.
     pub learning_rate: LearningRate,
-    /// Decoupled weight decay of matrices.
+    /// Decoupled weight decay of hidden matrices.
     pub weight_decay: f64,
     /// Decay of the momentum.
     pub momentum: f64,
-    /// Decay of the running mean square of each row; `None` turns row normalization off.
+    /// Decay of the running mean square of each row of an orthogonalized matrix; `None` turns row normalization off.
     pub beta2: Option<f64>,
     /// The polynomials of the orthogonalization.
     pub orthogonalization: Orthogonalization,
     /// The scale of a step.
     pub scale: MuonScale,
-    /// Whether each head of query, key and value is orthogonalized as a separate matrix.
+    /// Whether each head of a query, key or value matrix is orthogonalized as a separate matrix.
     pub heads_apart: bool,
 }
 
@@ -68,7 +68,8 @@ impl MuonConfig {
     /// The running mean of a matrix's gradient.
     pub(super) const MOMENTS: &'static [&'static str] = &["muon.momentum/"];
 
-    /// The prefix of the statistics of matrix rows, if the optimizer keeps them.
+    /// Prefix of the names of the row statistics (a mean square for each row of a hidden matrix); `None` without row
+    /// normalization.
     pub(super) fn rows(&self) -> Option<&'static str> {
         self.beta2.map(|_| "muon.row_square/")
     }

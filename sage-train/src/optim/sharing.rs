@@ -1,7 +1,7 @@
 //! Assigns matrices to the ranks of a node for orthogonalization, and exchanges the data for it. A rank updates a shard
 //! of each piece of parameter memory, and a shard can end inside a matrix; but a matrix is orthogonalized as a whole.
 //! So each rank sends its parts of a matrix to the matrix's owner, and receives the orthogonal directions of these
-//! parts. Each of R ranks sends and receives about 1/R of the piece's elements twice, in 16 bit.
+//! parts. Each of R ranks sends at most about 2/R of the piece's elements, and receives as many (BF16 on a GPU).
 
 use std::ops::Range;
 
@@ -11,19 +11,19 @@ use candle_sage::ops::{MuonMatrix, MuonPart};
 use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
-/// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first the
-/// directions of the rank's matrices, then the directions of its parts of other ranks' matrices.
+/// One rank's work on a piece of parameter memory. The rank's tensor of update directions contains the matrices that
+/// the rank owns, then the parts of other matrices that are in the rank's shard.
 #[derive(Debug, PartialEq)]
 pub(super) struct WorkShare {
     /// Rows and columns of the rank's own matrices.
     pub(super) own: Vec<(usize, usize)>,
-    /// The parts of matrices in the rank's shard.
+    /// One part for each matrix that overlaps the rank's shard.
     pub(super) parts: Vec<MuonPart>,
     pub(super) len: usize,
-    /// For each rank: the rows of the rank's matrices among the rows of all matrices.
+    /// For each rank, the rows of the matrices that it owns. The rows of all matrices are numbered consecutively.
     rows: Vec<Range<usize>>,
-    /// For each other rank, ranges of the directions: this rank's parts of the other rank's matrices, and the other
-    /// rank's parts of this rank's matrices.
+    /// For each other rank M, two lists of ranges in the tensor of update directions: the parts of M's matrices that
+    /// are in this rank's shard, and the parts of this rank's matrices that are in M's shard.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 
@@ -84,7 +84,8 @@ impl WorkShare {
         Self { own: own.iter().map(MuonMatrix::shape).collect(), parts, len, rows, with }
     }
 
-    /// Collects the directions of this rank's matrices from all ranks.
+    /// Exchanges parts of update directions between ranks. Then `directions` contains all parts of the matrices that
+    /// this rank owns.
     pub(super) fn collect(&self, directions: &Tensor, ranks: &Group) -> Result<Transfer> {
         ranks.send_receive(|member| {
             let [of_others, own] = &self.with[member];
@@ -92,8 +93,9 @@ impl WorkShare {
         })
     }
 
-    /// The inverse of [`WorkShare::collect`]: sends the directions back. `rows` contains the row statistics of
-    /// all matrices. Each rank sends the slice of `rows` that belongs to the matrices that it owns.
+    /// The inverse of [`WorkShare::collect`]: sends the directions back to the ranks that they came from. `rows`
+    /// contains the row statistics of all matrices. Each rank sends the rows of the matrices that it owns to all other
+    /// ranks.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,
@@ -113,7 +115,7 @@ impl WorkShare {
         })
     }
 
-    /// The slice of `rows` for this rank's matrices.
+    /// The part of `rows` (row statistics of all matrices) for the matrices that this rank owns.
     pub(super) fn own_rows(&self, rows: &Tensor, ranks: &Group) -> Result<Tensor> {
         let own = &self.rows[ranks.rank().index];
         rows.narrow(0, own.start, own.len())
@@ -126,7 +128,8 @@ fn views(all: &Tensor, ranges: &[Range<usize>]) -> Result<Vec<Tensor>> {
 
 /// The owner of each matrix: each rank owns adjacent matrices, and all ranks have about equal cost.
 fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
-    // Multiplications of an iteration: the Gram matrix, its square, and the matmul with the matrix.
+    // Number of multiplications in one iteration of the orthogonalization of X. The iteration computes the Gram matrix
+    // G of X, the product G G, and (a I + b G + c G G) X.
     let cost = |matrix: &MuonMatrix| {
         let (small, large) = (matrix.rows.min(matrix.columns), matrix.rows.max(matrix.columns));
         (small * small) as u128 * (2 * large + small) as u128
@@ -134,7 +137,8 @@ fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
     let all: u128 = matrices.iter().map(cost).sum();
     let mut before = 0;
     let owner = |matrix| {
-        // The middle of the matrix, on the scale of summed costs, determines its owner.
+        // The total cost is cut into equal shares, one for each rank. A matrix belongs to the rank whose share contains
+        // the middle of the matrix's cost.
         let middle = 2 * before + cost(matrix);
         before += cost(matrix);
         (middle * ranks as u128 / (2 * all)) as usize
@@ -185,7 +189,7 @@ mod tests {
                 matrices.iter().map(|m| m.elements() as i32).sum::<i32>()
             );
             assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
-            // The rows of the ranks are adjacent, in rank order.
+            // The rows of each rank's matrices directly follow the rows of the previous rank's matrices.
             let mut end = 0;
             for (rank, rows) in all[0].rows.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
                 let own: usize = all[rank].own.iter().map(|(rows, _)| rows).sum();

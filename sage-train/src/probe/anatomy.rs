@@ -2,9 +2,9 @@
 //! implements, and code that the implementations share.
 //!
 //! The tiled implementations of candle-sage never store all of P, dP or dS. Here these matrices are complete, so that
-//! each has a separate error, and so that one part of a scheme (a matmul or an operand) can be quantized while the
-//! others are exact. With all parts quantized the results equal those of `candle_sage::Attention` up to its f32
-//! arithmetic; a test of each scheme checks this.
+//! the error of each can be measured, and so that one part of a scheme (a matmul or an operand) can be quantized while
+//! the others are exact. With all parts quantized the results equal those of `candle_sage::Attention` up to f32
+//! rounding; a test of each scheme checks this.
 
 use candle_core::{Device, Tensor};
 
@@ -32,7 +32,7 @@ impl QuantizedParts {
 
 /// A scheme, computed with dense f64 matrices. Each part of the computation can be quantized alone.
 pub trait Anatomy: Sync {
-    /// The parts that can be quantized separately, in the order of the computation.
+    /// Names of the parts of a scheme that can be quantized separately, in the order of the computation.
     fn parts(&self) -> &'static [&'static str];
 
     /// Computes all quantities. `low` determines which parts are quantized.
@@ -47,8 +47,7 @@ pub trait Anatomy: Sync {
     /// The tile lengths of Q and of K, in tokens. To find outliers, a token is compared with the tokens of its tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot represent; empty for a scheme without such
-    /// groups.
+    /// For each NVFP4 operand, the fractions of its groups that NVFP4 cannot represent. Empty without such operands.
     fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)>;
 }
 
@@ -57,11 +56,12 @@ pub trait Anatomy: Sync {
 pub struct OutOfRange {
     /// Groups that become zeros.
     pub vanished: f64,
-    /// Groups with a magnitude above 2688, the largest NVFP4 value (6 times a scale of 448).
+    /// Groups whose largest magnitude is above 2688, the largest NVFP4 value (6 times a scale of 448).
     pub saturated: f64,
 }
 
-/// One query head and its key head, for causal attention over one sequence; row-major (tokens, head_dim).
+/// The inputs of causal attention over one sequence, for one query head and its key head. Each matrix is row-major,
+/// (tokens, head_dim).
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// Query, key, value and output gradient.
@@ -91,9 +91,9 @@ pub struct Quantities {
     pub gradients: [Vec<f64>; 3],
 }
 
-/// Bytes that a probe needs at the same time for the `heads` query heads of one key head: for each head S, P, dP and dS
-/// of three computations (exact, all parts quantized, one part quantized), and for all heads together 8 temporary
-/// matrices.
+/// Peak bytes of a probe of one key head with `heads` query heads. Each query head needs S, P, dP and dS of three
+/// computations: exact, with all parts of the scheme quantized, and with one part quantized. All heads together need
+/// 8 temporary matrices.
 pub(super) fn bytes(tokens: usize, heads: usize) -> u64 {
     8 * (tokens as u64).pow(2) * (12 * heads as u64 + 8)
 }

@@ -1,4 +1,4 @@
-//! Attn-QAT as dense f64 matrices, with any of its operands in NVFP4.
+//! Attn-QAT with dense f64 matrices. No operand, one operand or all operands are rounded to NVFP4.
 
 use candle_sage::nvfp4::{Axis, E2M1_MAX, E4M3_MAX, GROUP, Packed, Scale, head_factor};
 use candle_sage::{AttnQat, PReference, ValueGroups, ValueScale};
@@ -25,7 +25,6 @@ const PARTS: [&str; 5] = ["Q", "K", "V", "P of O = P V", "P of dV = P^T dO"];
 /// Attn-QAT with its settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttnQatAnatomy {
-    /// Smoothing, groups of V, reference of P, and the ablations of the backward.
     pub(super) settings: AttnQat,
 }
 
@@ -65,7 +64,7 @@ impl Anatomy for AttnQatAnatomy {
         let factor = self.value_factor(&inputs.rows[2]);
         let v_low = times(&of(&times(v, factor), self.value_axis(), Operand::Value), 1.0 / factor);
 
-        // Forward: unnormalized probabilities are relative to each row's reference, and are summed before quantization.
+        // Forward: the unnormalized probabilities are summed by row before they are quantized.
         let s = logits(&q_low, &k_low, n, d)?;
         let rows = SoftmaxRows::new(&s, n, settings.p_reference);
         let p_forward = match quantized(Operand::Probability) {
@@ -81,8 +80,7 @@ impl Anatomy for AttnQatAnatomy {
         let high_precision = if settings.high_precision_output { output(&rows.relative)? } else { o.clone() };
         o.chunks_mut(d).for_each(|row| row.iter_mut().zip(&v_mean).for_each(|(x, m)| *x += m));
 
-        // Backward: the logits are recomputed from the operands that the backward gets, and normalized by the
-        // forward's log-sum-exp.
+        // Backward: P is recomputed from Q, K and the forward's log-sum-exp.
         let given = |low: Vec<f64>, exact: Vec<f64>| if settings.matched_recomputation { low } else { exact };
         let (q, k, v) = (given(q_low, q), given(k_low, k), given(v_low.clone(), v.clone()));
         let p = rows.probabilities(&logits(&q, &k, n, d)?);
@@ -94,8 +92,8 @@ impl Anatomy for AttnQatAnatomy {
         let dv = product(&recomputed, dout, (n, n, d), Order::Tn)?;
         let mut dp = product(dout, &v, (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
-        // The dot products of dO and V's mean. dS does not depend on these products. Adding them gives dP and delta of
-        // the original V.
+        // `v` is V minus its mean. For dP and delta of V itself, add the dot products of dO and V's mean. They cancel
+        // in dS.
         let of_mean = row_dots(dout, &v_mean.repeat(n), d);
         dp.chunks_mut(n).zip(&of_mean).for_each(|(row, m)| row.iter_mut().for_each(|x| *x += m));
         let delta = delta.iter().zip(&of_mean).map(|(x, m)| x + m).collect();
@@ -111,8 +109,8 @@ impl Anatomy for AttnQatAnatomy {
         [q.clone(), less(k, &mean_if(self.settings.smoothing.of_keys(), k, *d))]
     }
 
-    /// The groups of Q and K are within a token, so their quantization has no tiles of several tokens. Outliers are
-    /// found among 16 tokens, the length of a group.
+    /// Attn-QAT has no tiles: each quantization group of Q and K lies within one token. To find outliers, 16 tokens
+    /// count as a tile.
     fn tiles(&self) -> [usize; 2] {
         [GROUP; 2]
     }
@@ -188,8 +186,9 @@ fn values(packed: &Packed, rows: usize) -> Vec<f64> {
 /// The softmax of a square matrix of logits, by rows.
 struct SoftmaxRows {
     n: usize,
-    /// `2^(logit - reference)`, with base-2 logits.
+    /// `2^(logit * log2(e) - reference)`, with the reference of the logit's row.
     relative: Vec<f64>,
+    /// By row: the result of [`PReference::of`].
     references: Vec<f64>,
     /// Sums of the rows of `relative`.
     sums: Vec<f64>,
@@ -209,8 +208,8 @@ impl SoftmaxRows {
         Self { n, relative, references, sums }
     }
 
-    /// The probabilities of other logits with this softmax's references and sums; the rows of the result need not sum
-    /// to 1.
+    /// Like a softmax of the logits `s`, but with the references and sums of `self`. So the rows of the result need not
+    /// sum to 1.
     fn probabilities(&self, s: &[f64]) -> Vec<f64> {
         let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
             row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2() / sum).collect()
@@ -218,8 +217,8 @@ impl SoftmaxRows {
         s.chunks(self.n).zip(self.references.iter().zip(&self.sums)).flat_map(row).collect()
     }
 
-    /// The unquantized values that the backward will quantize: probabilities relative to the forward's reference or,
-    /// with [`PReference::Literal`], to the row's sum.
+    /// The unquantized values that the backward will quantize: each row of `p` times the row's sum in `sums` or, with
+    /// [`PReference::Literal`], `p`.
     fn recomputed(&self, p: &[f64], reference: PReference) -> Vec<f64> {
         let factors = self.factors(reference);
         p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()
@@ -236,7 +235,7 @@ impl SoftmaxRows {
         self.sums.iter().map(move |sum| if literal { 1.0 } else { *sum })
     }
 
-    /// Quantizes relative probabilities in groups of 16 neighbouring keys.
+    /// Fake-quantizes a matrix. In each row, groups of 16 adjacent values share a scale.
     fn quantized(&self, p: &[f64]) -> Vec<f64> {
         let group = |group: &[f64]| -> Vec<f64> {
             let scale = scale_of(group);
@@ -314,8 +313,8 @@ mod tests {
         assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
     }
 
-    /// In diffuse attention over many keys nearly every probability is below the smallest E4M3 scale, if probabilities
-    /// are quantized relative to the row's sum as in the text of the Attn-QAT paper.
+    /// With [`PReference::Literal`], the backward quantizes probabilities that sum to 1 in each row. In diffuse
+    /// attention over many keys, most groups of these probabilities become zeros.
     #[test]
     fn small_probabilities_vanish_relative_to_the_sum() {
         let inputs = inputs(1024, 16, 0.1);
@@ -330,7 +329,7 @@ mod tests {
         assert!(of(PReference::Literal) > 0.6 && of(PReference::RowMax) == 0.0);
     }
 
-    /// V times 1e-4 vanishes and V times 1e4 saturates, unless each head has a scale.
+    /// V times 1e-4 vanishes and V times 1e4 saturates, except with [`ValueScale::Head`].
     #[test]
     fn groups_of_values_out_of_range_are_counted() {
         for (factor, vanished, saturated) in [(1.0, 0.0, 0.0), (1e-4, 1.0, 0.0), (1e4, 0.0, 1.0)] {

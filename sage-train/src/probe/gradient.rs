@@ -5,8 +5,8 @@
 //! the error. `g_i` has the mean `G`, and `h_i` the mean `G + B`. Gradients of disjoint data are independent, so that
 //! for `i != j` the expectation of `g_i . g_j` is `|G|^2` and that of `e_i . e_j` is `|B|^2`, the squared bias. The
 //! rest of `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (for `g_i`: arXiv 1812.06162,
-//! appendix A). A binary tree sums the gradients of more and more micro-batches and keeps the squared norms of each
-//! node. All dot products of disjoint data are computed from these norms: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
+//! appendix A). A binary tree over the micro-batches sums gradients and errors, and computes each sum's squared norm.
+//! All dot products of disjoint data are computed from these norms: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
 
 use std::ops::Range;
 use std::path::Path;
@@ -27,15 +27,15 @@ use super::low_bit;
 /// What to measure.
 #[derive(Debug, Clone)]
 pub struct Extent {
-    /// Schemes to compare with unquantized attention; if empty, the model's schemes, or SageBwd for a model with
-    /// unquantized attention.
+    /// Schemes to compare with unquantized attention, one at a time in all layers. If empty, each layer has the model's
+    /// scheme, or SageBwd for a model with unquantized attention.
     pub schemes: Vec<Scheme>,
     /// Number of micro-batches, a power of two, at least twice [`BLOCKS`].
     pub micro_batches: usize,
 }
 
-/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format. The data is the
-/// training data after the model's last step or, if `settings` name validation data, all of that data.
+/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, on the validation
+/// data that `settings` name, or else on the training data that would follow the model's last step.
 ///
 /// # Errors
 /// When the folder has no weights; when its data is missing, has changed or is too short; when the model has no dense
@@ -112,8 +112,8 @@ pub fn gradient_errors(
     Ok(arms.into_iter().enumerate().map(of).collect())
 }
 
-/// Checks that the training sequences `first..first + count` are distinct: the error of a repeated sequence would count
-/// as bias.
+/// Checks that the training sequences `first..first + count` are distinct: the bias is estimated from micro-batches
+/// without common sequences.
 fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()> {
     let all = batches.sequences();
     let different = if count as u64 > all { all } else { batches.different(first, count) as u64 };
@@ -122,7 +122,7 @@ fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()>
     }
     Err(Error::new("the data is too short for so many micro-batches")
         .got(format!("{different} distinct sequences"))
-        .allowed(format!("{count} distinct sequences: the error of a repeated sequence does not average out"))
+        .allowed(format!("{count} distinct sequences: errors of repeated sequences would count as bias"))
         .hint("fewer --micro-batches, a smaller --micro-batch, or more text with --data"))
 }
 
@@ -131,7 +131,7 @@ fn with_scheme(model: &LlamaConfig, scheme: Scheme) -> LlamaConfig {
     LlamaConfig { scheme: Some(scheme), layer_schemes: Default::default(), ..model.clone() }
 }
 
-/// The models to compare, by the names of their schemes.
+/// The models to compare, each with the names of its schemes.
 fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(String, LlamaConfig)> {
     if !schemes.is_empty() {
         return schemes.iter().map(|scheme| (scheme.to_string(), with_scheme(model, *scheme))).collect();
@@ -154,7 +154,7 @@ fn gradient<'a>(model: &Llama, parameters: &'a Parameters, batch: &Batch) -> can
 /// The name of a parameter group, and the ranges of its parameters in the gradient.
 type Ranges = (String, Vec<Range<usize>>);
 
-/// The parameter groups of a model, in the order of its parameters.
+/// Groups the parameters by part of the model: embedding and output matrix, each layer, and the last norm.
 fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     let mut parts: Vec<Ranges> = Vec::new();
     for spec in parameters.specs() {
@@ -181,10 +181,11 @@ struct Node {
     errors: Vec<Tensor>,
 }
 
-/// The squared norms of a node's gradients and errors, by scheme and parameter group.
+/// The squared norms of the gradients and errors in a [`Node`], by scheme and parameter group.
 type Norms = Vec<Vec<Squares>>;
 
-/// The binary tree of sums. Only nodes that wait for their siblings are in memory: at most one node of each size.
+/// A binary tree of sums of gradients, and of the gradients' errors. Only nodes that wait for their siblings are in
+/// memory, at most one node of each size.
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
@@ -193,11 +194,13 @@ struct Tree {
     /// Number of micro-batches in all blocks.
     all: usize,
     waiting: Vec<Node>,
-    /// For nodes of 1, 2, 4, .. micro-batches: their number, and the sum of their squared norms.
+    /// For 1, 2, 4, .. micro-batches: the number of nodes of this size, and the sum of these nodes' squared norms.
     levels: Vec<(usize, Norms)>,
-    /// For each block: the squared norms of its node, and the sum of those of its micro-batches' nodes.
+    /// For each block of micro-batches: the squared norms of its summed gradients and errors, and the sum of its
+    /// micro-batches' squared norms.
     blocks: Vec<(Norms, Norms)>,
-    /// In the block that is not yet complete, the sum of the squared norms of its micro-batches' nodes.
+    /// The squared norms of each micro-batch's gradient and of its errors, summed over the micro-batches of the current
+    /// block (one of [`BLOCKS`]).
     each: Norms,
 }
 
@@ -257,7 +260,7 @@ impl Tree {
         node.errors.iter().map(of_error).collect()
     }
 
-    /// The measurements of a scheme; the first parameter group is the whole model.
+    /// The measurements of a scheme: first those of the whole model, then those of each parameter group.
     fn of_arm(&self, arm: usize) -> Vec<Part> {
         let whole = |norms: &Norms| {
             let mut sum = Squares::default();
@@ -302,10 +305,10 @@ mod tests {
 
     use super::*;
 
-    /// For gradients of a known mean, bias and noise, the estimates are within 3 standard errors of the known values.
-    /// The dot product of two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`;
-    /// its mean over the `n (n - 1) / 2` pairs of `n` vectors has the standard deviation `s2 sqrt(2 d) / n`. The dot
-    /// products of noise and mean add `2 |mean| sqrt(s2 / n)` to it.
+    /// The estimated squared norms of the mean gradient and of the bias (the mean error) are within 3 standard errors
+    /// of the known values. The dot product of two noise vectors of `d` elements with variance `s2` has the standard
+    /// deviation `s2 sqrt(d)`. Averaged over the `n (n - 1) / 2` pairs of `n` vectors, it has the standard deviation
+    /// `s2 sqrt(2 d) / n`. Dot products of noise and the known vector `m` add `2 |m| sqrt(s2 / n)` to that deviation.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;
@@ -344,10 +347,10 @@ mod tests {
             near(sums.mean_squares().exact, of_mean, noise.powi(2), sums.count);
             near(sums.mean_squares().error, of_bias, error_noise.powi(2), sums.count);
             let apart = sums.variances().exact / (D as f64 * noise.powi(2)) - 1.0;
-            // The relative standard error of a variance over `d n` values.
+            // The relative standard error of the variance of n values is `sqrt(2 / n)`.
             assert!(apart.abs() < 3.0 * (2.0 / (D * sums.count) as f64).sqrt(), "{apart}");
         }
-        // The curve shows falling noise and a constant bias, and the parameter groups add up to the whole model.
+        // In the mean of `count` gradients, the noise falls with `count`, and the bias stays.
         for (count, squares) in &parts[0].curve {
             let expected = of_bias + D as f64 * error_noise.powi(2) / *count as f64;
             assert!(

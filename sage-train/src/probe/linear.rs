@@ -46,10 +46,10 @@ pub struct LinearErrors {
     pub linears: Vec<LinearLayerErrors>,
 }
 
-/// Probes a run, one of its checkpoints, or a model in Hugging Face's format: runs the model on
-/// `sequences` sequences of the validation data, with unquantized attention and linear layers in the compute type. Each
-/// matmul of a linear layer is then computed again in FP8, in the formats of the run, or in the default formats if the
-/// run is without FP8. The scale of each matrix is computed from its largest absolute value.
+/// Probes a run, one of its checkpoints, or a model in Hugging Face's format. The model runs on `sequences` sequences
+/// of the validation data without low-bit attention and without FP8. Each matmul of a linear layer is then computed
+/// again in FP8, in the formats of the run, or in the default formats if the run is without FP8. The scale of each
+/// matrix is computed from its largest absolute value.
 ///
 /// # Errors
 /// When the folder has no weights, its data is missing or has changed, or a matmul has sizes that are not multiples of

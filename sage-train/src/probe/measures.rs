@@ -1,8 +1,8 @@
-//! Distances to the exact results, accumulated over heads and sequences, and the fraction of outlying tokens.
+//! Distances to exact results, and the fraction of tokens that are outliers.
 
 use crate::metrics::Distance;
 
-/// Sums over one or more heads, from which the distance of their results to the exact results is computed.
+/// Sums of products and squares, from which the distance of results to the exact results is computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sums {
     products: f64,
@@ -30,7 +30,7 @@ impl Sums {
         self.differences += other.differences;
     }
 
-    /// The distance to the exact results. Two tensors of zeros are equal: cosine 1, relative L2 0.
+    /// The distance to the exact results. If the exact results are all zero: cosine 1, relative L2 0.
     pub(super) fn distance(&self) -> Distance {
         let ratio = |a: f64, b: f64, nothing: f64| if b == 0.0 { nothing } else { a / b };
         Distance {
@@ -40,7 +40,7 @@ impl Sums {
     }
 }
 
-/// Fraction of the tokens whose largest absolute value is above ten times the median of these values in their tile.
+/// Fraction of the tokens whose norm (largest absolute value) is above ten times the median norm in the token's tile.
 pub(super) fn outlying(rows: &[f64], d: usize, tile: usize) -> f64 {
     let mut count = 0;
     for tile in rows.chunks(tile * d) {

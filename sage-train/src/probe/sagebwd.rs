@@ -1,4 +1,4 @@
-//! SageBwd as dense f64 matrices, with any of its matmuls in low bits.
+//! SageBwd, computed with dense f64 matrices. Each of its matmuls can be exact or quantized.
 
 use candle_sage::{Int8Products, SageBwd, Smoothing};
 use half::bf16;
@@ -27,12 +27,12 @@ const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", 
 pub(super) struct SageBwdAnatomy {
     /// Tiles, smoothing, granularity, and the matmuls that are in INT8.
     pub(super) settings: SageBwd,
-    /// Whether each token of Q and K has a separate scale, instead of a scale for each tile. In dQ and dK these scales
-    /// are folded into dS.
+    /// Whether each token of Q and K has a separate scale, instead of a scale for each tile. In the matmuls for dQ and
+    /// dK, these scales are multiplied into dS.
     pub(super) token_scales: bool,
 }
 
-/// Queries, keys and values after smoothing, and the means that were subtracted.
+/// Queries, keys and values after smoothing.
 struct Smoothed {
     /// Queries minus the means of their tiles, if these are subtracted.
     q: Vec<f64>,
@@ -46,9 +46,8 @@ struct Smoothed {
     v_mean: Vec<f64>,
 }
 
-/// Subtracts means, depending on the settings: the mean of K, which only changes S by a constant for each row and does
-/// not change the softmax; the mean of each tile of Q, whose product with K is added back to S; and the mean of V,
-/// which is added back to O.
+/// Subtracts the means that the settings select. Subtracting K's mean changes each row of S by a constant, so the
+/// softmax does not change. To compensate for the other means, `q_means K^T` is later added to S, and `v_mean` to O.
 fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     let Inputs { rows: [q, k, v, _], tokens: n, head_dim: d } = inputs;
     let (d, tile, smoothing) = (*d, settings.tile_q, settings.smoothing);
@@ -101,7 +100,7 @@ impl Coding {
         if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
     }
 
-    /// An operand of dP: rounded to bf16 if dP is one of the low-bit matmuls, otherwise unchanged.
+    /// An operand of dP: rounded to bf16, or unchanged if dP is computed exactly.
     fn half_precision(self, x: &[f64]) -> Vec<f64> {
         match self.has(Product::ProbabilityGradient) {
             true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
@@ -118,7 +117,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// Queries and keys as the operands of a matmul.
+    /// Queries and keys for the matmul `product`: quantized if `coding` computes it in low bits, otherwise exact.
     fn queries_and_keys(&self, coding: Coding, product: Product) -> [&[f64]; 2] {
         match coding.has(product) {
             true => [&self.q_codes, &self.k_codes],
@@ -126,13 +125,13 @@ impl Operands {
         }
     }
 
-    /// The product of Q's subtracted means and K: a term of `Q K^T` that is never quantized.
+    /// `q_means K^T`, computed without quantization.
     fn of_means(&self, n: usize, d: usize) -> candle_core::Result<Vec<f64>> {
         product(&self.smoothed.q_means, &self.smoothed.k, (n, d, n), Order::Nt)
     }
 }
 
-/// `(Q K^T + of_means) / sqrt(d)`; minus infinity for masked keys.
+/// `(Q K^T + of_means) / sqrt(d)` with the result of [`Operands::of_means`]; minus infinity for masked keys.
 fn logits(q: &[f64], k: &[f64], of_means: &[f64], d: usize) -> candle_core::Result<Vec<f64>> {
     let (n, scale) = (q.len() / d, 1.0 / (d as f64).sqrt());
     let of_codes = product(q, k, (n, d, n), Order::Nt)?;
@@ -154,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. If each token has a scale, the scale varies along the reduction of these matmuls. The scale
-    /// is therefore multiplied into dS, and K and Q are INT8 values without scales.
+    /// dQ and dK from dS. With `token_scales`, the tokens' scales of K and Q are multiplied into dS, because they vary
+    /// along the reduction of these matmuls.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -217,7 +216,7 @@ impl Anatomy for SageBwdAnatomy {
         o.chunks_mut(d).for_each(|row| row.iter_mut().zip(v_mean).for_each(|(x, m)| *x += m));
         let delta = row_dots(dout, &o, d);
         if !coding.products.s && coding.has(Product::Scores) {
-            // The backward's S is not in INT8: P is recomputed from unquantized logits, with the forward's row sums.
+            // The backward recomputes P from unquantized logits, but divides by the forward's sums of exponentials.
             let exact = logits(&operands.smoothed.q, &operands.smoothed.k, &of_means, d)?;
             let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
             finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
@@ -248,13 +247,12 @@ impl Anatomy for SageBwdAnatomy {
     }
 }
 
-/// The factor of each row that is folded into dS: with `token_scales` the scale of the token (its largest absolute
-/// value / 127), otherwise 1.
+/// A factor for each row (token) of Q or K: with `token_scales` the row's largest absolute value / 127, otherwise 1.
 fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
 }
 
-/// Rows divided by the factors that are folded into dS.
+/// Divides each row of Q or K by its factor from [`scales`]. The caller multiplies dS by the factor.
 fn bare(rows: &[f64], factors: &[f64], d: usize) -> Vec<f64> {
     rows.chunks(d)
         .zip(factors)
@@ -300,9 +298,9 @@ mod tests {
         SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
     }
 
-    /// f32 and f64 may round a value to neighbouring INT8 values, which differ by 1/127 of the block's largest value.
-    /// This happens to a few values in ten thousand, so the f64 results differ from those of the f32 op by a small
-    /// fraction of the quantization error.
+    /// The same number, computed in f32 and in f64, may round to two adjacent INT8 values, which differ by 1/127 of the
+    /// block's largest value. This happens to a few numbers in ten thousand, so the f64 results differ from those of
+    /// the f32 op by a small fraction of the quantization error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [
@@ -331,7 +329,7 @@ mod tests {
         let settings = SageBwd::default();
         let of = |low, token_scales| compute(&inputs, settings, token_scales, low);
         let exact = of(QuantizedParts::None, false);
-        // Rows of dS sum to zero, and folding scales into dS changes nothing if nothing is quantized.
+        // Each row of dS sums to zero. Without quantization, `token_scales` does not change the gradients.
         for row in exact.ds.chunks(96) {
             assert!(row.iter().sum::<f64>().abs() < 1e-12);
         }

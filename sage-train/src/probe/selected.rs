@@ -1,5 +1,5 @@
-//! Measures the errors of attention to selected blocks with a tail (SLA2, arXiv 2602.12675) on the heads of a model
-//! that was trained without SLA2, for each kind of selection and tail.
+//! Measures the errors of SLA2 (arXiv 2602.12675) on the heads of a model that was trained without SLA2. SLA2 combines
+//! attention to selected blocks with a tail; [`WAYS`] lists the measured combinations.
 
 use std::path::Path;
 
@@ -32,7 +32,7 @@ pub enum Chosen {
     Learned,
     /// By the untrained router: dot products of block means.
     Identity,
-    /// The nearest blocks and the first block.
+    /// The blocks nearest to the query block, and the first block.
     Window,
 }
 
@@ -48,7 +48,7 @@ pub enum Unselected {
     Mean,
     /// Softmax attention over the mean keys and mean values of the past blocks.
     Pooled,
-    /// Nothing.
+    /// These blocks are skipped.
     Nothing,
 }
 
@@ -85,8 +85,8 @@ pub struct LayerResult {
     pub layer: usize,
     /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
-    /// The fraction of dense attention's probability mass on past blocks that is on selected blocks, for each kind of
-    /// selection in the order of [`Chosen`].
+    /// Dense attention's probability mass on selected past blocks, divided by its mass on all past blocks. One number
+    /// for each kind of selection, in the order of [`Chosen`].
     pub mass: [f64; 4],
 }
 
@@ -105,7 +105,8 @@ pub struct Selections {
     pub layers: Vec<LayerResult>,
 }
 
-/// Measures block selections in a run's model, or in another model on the data that `settings` name.
+/// Measures the errors of attention to selected blocks, in the model in `folder`. `settings` override the settings of a
+/// run. If `folder` is not a run or checkpoint, `settings` must name the data.
 ///
 /// # Errors
 /// When the folder has no weights or data, or the context has fewer than two blocks.
@@ -140,7 +141,7 @@ pub fn probe_selections(
     Ok(Selections { context: cut.context, block, measured, sparsity, layers: found })
 }
 
-/// Some sequences of a layer: query, key, value and the output of dense attention.
+/// Queries, keys and values of one layer for some sequences, and the output of dense attention.
 struct Part {
     inputs: [Tensor; 3],
     out: Tensor,
@@ -157,8 +158,8 @@ impl Part {
         Ok(Self { inputs, out, shape })
     }
 
-    /// The probability mass of each query on each key block, (batch, token, query head, block). It is attention with
-    /// values that are one-hot codes of each key's block. One call covers as many blocks as a head has channels.
+    /// The probability mass of each query on each key block, (batch, token, query head, block): the output of attention
+    /// if a key's value is the one-hot code of its block. So one call of attention covers head_dim blocks.
     fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, _] = &self.inputs;
         let (batch, tokens, key_heads, d) = k.dims4()?;
@@ -195,12 +196,13 @@ impl Part {
         })
     }
 
-    /// All approximations of the blocks that are not selected. Of `selection` they use only the block size, so that it
-    /// may select any blocks.
+    /// All approximations of the attention to blocks that are not selected. They use only the block size of
+    /// `selection`.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Unselected, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // With zeros as queries and keys all features are equal, so the result is the mean of all past values.
+        // With zeros as queries and keys all features are equal, so the result is the mean of all values in past
+        // blocks.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Unselected::Linear, linear.clone()),
@@ -240,8 +242,8 @@ impl Part {
         weights.matmul(&means(v)?.contiguous()?)?.transpose(1, 2)?.contiguous()
     }
 
-    /// The squared distance of each query head's output from dense attention. The output is the weighted mean of
-    /// `picked.out` and `tail`.
+    /// For each query head, the squared distance between the output of dense attention and the blend of `picked.out`
+    /// and `tail`.
     fn distances(
         &self,
         picked: &SelectedBlocks,
@@ -269,7 +271,7 @@ impl SelectedBlocks {
     }
 }
 
-/// For each query head, the `theta` from a grid of values that fits the sequences of `part` best.
+/// For each query head, the `theta` at which the blend of `picked.out` and `tail` is nearest to dense attention.
 fn fit(
     part: &Part,
     picked: &SelectedBlocks,
@@ -313,7 +315,7 @@ fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
     Router::from_tensors(query.as_detached_tensor(), key.as_detached_tensor())
 }
 
-/// Errors in the order of [`WAYS`], the mass of each selection, and the sparsity.
+/// Returns [`LayerResult::errors`], [`LayerResult::mass`] and [`Selections::sparsity`].
 fn of_layer(
     inputs: [&Tensor; 3],
     (blocks, block): (usize, usize),
@@ -350,7 +352,7 @@ fn of_layer(
     for (mass, (_, [_, held])) in mass.iter_mut().zip(&all) {
         *mass = op.mass_caught(&held.selection, q, k)?;
     }
-    // The tails use only a selection's block size, so any selection works.
+    // `tails` reads only the block size of a selection, which is the same for all selections.
     let (_, [of_seen, of_held]) = &all[0];
     let fitted_tails = seen.tails(&of_seen.selection, block)?;
     let tails = held.tails(&of_held.selection, block)?;
@@ -386,8 +388,8 @@ mod tests {
         Tensor::from_vec(values, dims, &Device::Cpu)
     }
 
-    /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has more mass than the
-    /// other selections, and a fitted tail is better than no tail.
+    /// If all past blocks are selected, the error is zero. With fewer blocks, `Chosen::Best` has the largest
+    /// probability mass, and `Unselected::Linear` has smaller errors than `Unselected::Nothing`.
     #[test]
     fn errors_are_of_the_unselected_blocks() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);
@@ -407,7 +409,7 @@ mod tests {
         Ok(())
     }
 
-    /// With only one past block, attention over block means returns that block's mean value.
+    /// With only one past block, attention over block means returns the mean V of that block.
     #[test]
     fn pooled_tail_is_attention_over_means() -> candle_core::Result<()> {
         let dims = (1, 8, 1, 8);

@@ -1,4 +1,4 @@
-//! Measures errors on random tensors, as in Table 1 of arXiv 2603.02170.
+//! Measures the errors of an attention scheme on random tensors, as in Table 1 of arXiv 2603.02170.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_sage::{Attention, Result, SageBwd, Scheme};
@@ -42,7 +42,7 @@ pub struct SigmaRow {
 /// When the device does not support the shape, or memory is short.
 pub fn sigma_table(scheme: Scheme, sigmas: &[f64], shape: Shape, device: &Device) -> Result<Vec<SigmaRow>> {
     let row = |&sigma: &f64| at(scheme, sigma, shape, device).map(|errors| SigmaRow { sigma, errors });
-    sigmas.iter().map(row).collect::<candle_core::Result<_>>().map_err(during("cannot measure the errors"))
+    sigmas.iter().map(row).collect::<candle_core::Result<_>>().map_err(during("cannot measure attention"))
 }
 
 fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core::Result<[Distance; 4]> {
@@ -52,7 +52,7 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
     let mut draw = |sigma: f64| {
         let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
         let values: Vec<f64> = (0..tokens * heads * head_dim).map(|_| sigma * sample()).collect();
-        // The values are rounded to the type of the inputs, so that the exact result is computed from the same values.
+        // The values are rounded to the type of the inputs, so that exact and measured attention read the same values.
         Tensor::from_vec(values, (1, tokens, heads, head_dim), &Device::Cpu)?.to_dtype(dtype)
     };
     let tensors = [draw(sigma)?, draw(sigma)?, draw(1.0)?, draw(1.0)?];

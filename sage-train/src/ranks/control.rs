@@ -120,7 +120,7 @@ impl ControlConnection {
         });
         for peer in 0..shared.peers.len() {
             let stream =
-                lock(&shared.peers[peer].stream).try_clone().map_err(during("cannot meet the ranks"))?;
+                lock(&shared.peers[peer].stream).try_clone().map_err(during("cannot connect the ranks"))?;
             let shared = shared.clone();
             start("ranks", move || shared.listen(peer, stream))?;
         }
@@ -206,7 +206,7 @@ impl ControlConnection {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets this rank's activity; with `aside` the activity may take long. Returns the previous activity.
+    /// Sets this rank's activity, which may take hours if `aside` is true. Returns the previous values of both.
     pub(super) fn set_activity(&self, what: &str, aside: bool) -> (String, bool) {
         let mut progress = lock(&self.shared.progress);
         let before = (progress.doing.clone(), progress.aside);
@@ -303,7 +303,7 @@ impl Shared {
                 progress.record(step, ticks, doing, aside);
                 progress.clone()
             };
-            // From the first step on, the training loop itself checks for the loss of the launcher, and saves
+            // From the first step on, the training loop itself checks whether the launcher has exited, and then saves
             // a checkpoint.
             if own.step == 0 && signals::is_orphan() {
                 return self.end("the process that started the ranks has exited", LOST);
@@ -324,7 +324,7 @@ impl Shared {
                 let seconds = lives[peer].heard.elapsed().as_secs();
                 return self.lose(peer, &format!("sent no heartbeat for {seconds} s"));
             }
-            // A rank that waits for another rank makes no progress either, so the cause of a stall is a rank at the
+            // Ranks that wait for a stalled rank make no progress. The cause of the stall is therefore a rank at the
             // earliest step.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
             let all = || lives.iter().chain([&own]).filter(|progress| !progress.left);
@@ -362,8 +362,8 @@ impl Shared {
     /// reported, not the connections that break because of it.
     fn end(&self, why: &str, code: i32) {
         if self.ending.swap(true, Ordering::Relaxed) {
-            // The thread of the first failure ends the process, unless a file system hangs while the thread writes the
-            // report.
+            // Another thread is reporting the first failure, and then ends the process. If a file system hangs
+            // meanwhile, this thread ends the process.
             std::thread::sleep(LAST_WORD);
             signal_hook::low_level::exit(code);
         }

@@ -1,5 +1,5 @@
 //! The greeting that begins each connection between ranks. The listening side sends a challenge; the connecting side
-//! answers with a greeting that proves that it knows the run's secret.
+//! answers with a greeting, which proves that this side knows the run's secret.
 
 use std::io::{Error, ErrorKind, Read, Result};
 use std::net::{TcpListener, TcpStream};
@@ -15,7 +15,8 @@ const HELLO_TIME: Duration = Duration::from_secs(5);
 /// connection replaces the oldest.
 const MOST_WAITING: usize = 256;
 
-/// For this time a new connection is not replaced: a rank has this long to receive its challenge and answer.
+/// A connection is replaced by a newer one only after this time, so that a rank has time to receive its challenge and
+/// answer.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
@@ -66,7 +67,7 @@ impl GreetingListener {
                         return Ok(Some(GreetedConnection { stream, hello, is_proven }));
                     }
                 }
-                // A connection that is silent, closed, or sends something else is dropped.
+                // A connection is dropped if it is silent or closed, or sends something other than a greeting.
                 Ok(None) | Err(_) => drop(self.waiting.remove(at)),
             }
         }
@@ -136,7 +137,7 @@ impl UngreetedConnection {
     }
 }
 
-/// Answers the challenge of the listening side, which must arrive within `patience`.
+/// Answers the listening side's challenge, which must arrive within `patience`.
 ///
 /// # Errors
 /// When the connection is closed, silent, or leads to another program (`InvalidData`).

@@ -1,5 +1,5 @@
-//! Collective operations on tensors: all-to-all and all-gather, which only move data. The program itself adds all
-//! numbers, in the order of the ranks, so that sums are bit-identical for every transport.
+//! Collective operations on tensors: all-to-all and all-gather. They only move data. To sum over ranks, the caller adds
+//! the received tensors in the order of the ranks, so that sums are bit-identical for every [`Transport`].
 
 use std::rc::Rc;
 
@@ -8,16 +8,17 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 
-/// A group of ranks that includes this rank. Its members exchange contiguous tensors on their device. All members must
-/// make the same calls in the same order.
+/// A group of ranks that includes this rank. Its members exchange contiguous tensors. Each member's tensors are on that
+/// member's device. All members must make the same calls in the same order.
 #[derive(Debug, Clone)]
 pub struct Group {
     /// `None` in a group of one rank.
     transport: Option<Rc<dyn Transport>>,
     /// The position of this rank among the members.
     rank: Rank,
-    /// The first member's index among all ranks, and the distance from one member to the next.
+    /// The first member's index among all ranks.
     first: usize,
+    /// The difference between the indexes of consecutive members.
     step: usize,
     /// Whether the members are all the ranks of one node. Such a group may use collectives on the copy engines (units
     /// of the GPU that only copy memory).
@@ -90,8 +91,8 @@ impl Group {
         })
     }
 
-    /// As [`Group::swap`], but `with` returns two lists, which may differ in length: the tensors to send to the member,
-    /// and the tensors to receive into, in the order in which the member sends them.
+    /// As [`Group::swap`], but `with` returns two lists for a member, which may differ in length: the tensors to send
+    /// to this member, and the buffers that receive its tensors, in the order in which it sends them.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -166,7 +167,7 @@ impl Group {
     }
 }
 
-/// Whether two tensors are views of the same storage. In an all-gather the part is then already in place.
+/// Whether two tensors are views of the same storage.
 fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&raw const *a, &raw const *b)

@@ -19,25 +19,26 @@ use crate::{during, notify};
 /// How long ranks may take to exit by themselves after a rank has failed: they may still be writing a checkpoint.
 const LEAVING: Duration = Duration::from_secs(20);
 
-/// How long ranks may take to exit after a rank was lost: they only write a report of the failure, which may take 4 s
-/// (`control::LAST_WORD`). Then all ranks are killed, because ranks that have not connected yet do not notice the loss.
+/// How long ranks may take to exit after a rank was killed by a signal or exited with [`LOST`]. Writing a report of the
+/// failure may take them 4 s (`control::LAST_WORD`). A rank that has not yet connected to rank 0 does not notice the
+/// failure, and is killed after this time.
 const LEAVING_LOST: Duration = Duration::from_secs(6);
 
-/// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for gradients does not
-/// slow the kernels launched before it; with more queues it slows each of these kernels by about a microsecond
-/// (docs/several-gpus.md).
+/// Environment variable: the number of hardware queues for the streams of a process. With one queue, a transfer that
+/// waits for gradients does not slow the kernels launched before it; with more queues it slows each of these kernels by
+/// about a microsecond (docs/several-gpus.md).
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
     pub ranks: usize,
-    /// How often the ranks may be restarted in total, each time because a rank was lost.
+    /// How many times all ranks may be restarted because a rank was lost.
     pub restarts: u32,
 }
 
-/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0 if no rank fails; the
-/// code of the first rank that fails because of an error; otherwise [`LOST`], or 128 plus a signal's number if a signal
-/// has been received.
+/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0 if no rank fails, or
+/// the code of the first rank that fails because of an error. If ranks were only lost, the code is 128 plus the
+/// number of the signal that this process has received, or [`LOST`] if it has received no signal.
 ///
 /// # Errors
 /// When no process can be started.
@@ -48,7 +49,7 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
     loop {
         let code = round(launch.ranks)?;
         match signals::received() {
-            // The signal ended the ranks before they could save a checkpoint.
+            // A signal asked this process to stop, so it does not restart lost ranks.
             Some(signal) if code == LOST => return Ok(128 + i32::from(signal)),
             _ if code != LOST || left == 0 => return Ok(code),
             _ => {}
@@ -71,7 +72,7 @@ fn round(ranks: usize) -> Result<i32> {
                     drop(children.remove(at));
                     let code = code(status);
                     if code != 0 {
-                        // A rank's own error takes precedence over the exit codes of ranks that lost another rank.
+                        // The exit code of an error takes precedence over `LOST`.
                         first = Some(first.filter(|&first| first != LOST).unwrap_or(code));
                         ended.get_or_insert_with(Instant::now);
                     }
@@ -79,7 +80,7 @@ fn round(ranks: usize) -> Result<i32> {
             }
         }
         // A terminal signals its whole process group, other senders signal only this process. So the signal is always
-        // passed on, and a rank counts two signals in quick succession as one.
+        // passed on. A rank that gets it twice in quick succession counts it once.
         let asked = if signals::several_received() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
@@ -101,14 +102,14 @@ fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or(LOST)
 }
 
-/// Passes on the signal that this process received; `times` is the number of signals so far.
+/// Passes the received signal on to a rank; `times` is 1, or 2 after several signals.
 #[cfg(unix)]
 fn signal(child: &Child, times: usize) {
     use rustix::process::{Pid, Signal, kill_process};
     use signal_hook::consts::{SIGINT, SIGUSR1};
     let signal = match i32::from(signals::received().unwrap_or_default()) {
         SIGINT => Signal::INT,
-        // A repeated SIGUSR1 would not end a rank, so the second request is a SIGTERM.
+        // A second SIGUSR1 would not end the rank, so if `times` is 2, the rank gets a SIGTERM.
         SIGUSR1 if times == 1 => Signal::USR1,
         _ => Signal::TERM,
     };

@@ -48,7 +48,7 @@ impl Loopback {
         let mut greetings = GreetingListener::new(listener, connection.secret()).map_err(during(failed()))?;
         while peers.iter().filter(|peer| peer.is_some()).count() + 1 < rank.of {
             match greetings.next().map_err(during(failed()))? {
-                // Keeps the connection of a higher rank that has not connected yet, and drops any other.
+                // Keeps the first connection of each higher rank, and drops all other connections.
                 Some(GreetedConnection { stream, hello, is_proven: true })
                     if (rank.index + 1..rank.of).contains(&hello.rank) && peers[hello.rank].is_none() =>
                 {

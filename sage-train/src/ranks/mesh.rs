@@ -1,4 +1,4 @@
-//! The arrangement of the ranks in nodes, and within a node in groups that share each sequence.
+//! The arrangement of the ranks in nodes, and of a node's ranks in groups for context parallelism.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ impl Rank {
         self.index == 0
     }
 
-    /// The range of this member when `len` elements, a multiple of the number of members, are divided evenly.
+    /// This member's range, if the members divide `len` elements evenly. `len` is a multiple of the number of members.
     pub fn part_of(self, len: usize) -> Range<usize> {
         let part = len / self.of;
         self.index * part..(self.index + 1) * part
@@ -49,18 +49,19 @@ pub struct Mesh {
     pub piece: usize,
 }
 
-/// 680 MB of gradient: the fastest of several sizes on two GPUs for a model of 274M parameters (docs/several-gpus.md).
-/// Larger pieces have a higher bandwidth; smaller pieces shorten the last transfer, which overlaps with nothing.
+/// Default of [`Mesh::piece`]: 680 MB in f32. This was the fastest of several sizes on two GPUs for a model of
+/// 274M parameters (docs/several-gpus.md). Larger pieces have a higher bandwidth; smaller pieces shorten the last
+/// transfer, which overlaps with nothing.
 pub const PIECE: usize = 170_000_000;
 
-/// [`PIECE`] for transfers during a backward: 200 MB, a few layers.
+/// As [`PIECE`], for transfers during a backward: 200 MB in f32, the gradients of a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
-/// Tokens per rank and step below which steps are faster if copy engines transfer during the backward instead of after
-/// it. With more tokens the GPU's power limit determines the time of a step, and concurrent transfers leave less power
-/// for matmuls. On two H100, steps with transfers during the backward were 2.2 % faster at 4k tokens, 1.3 % faster at
-/// 8k and 1.1 % slower at 32k than steps with transfers after it (docs/several-gpus.md). So the limit is between 8k
-/// and 32k. The size of the model matters less: matmuls and transfers both grow with it.
+/// With fewer tokens per rank and step than this, copy engines transfer gradients during the backward, else after it.
+/// With more tokens the GPU's power limit determines the time of a step, and concurrent transfers leave less power
+/// for matmuls. On two H100, transfers during the backward made steps 2.2 % faster at 4k tokens, 1.3 % faster at
+/// 8k and 1.1 % slower at 32k (docs/several-gpus.md). So the best value lies between 8k and 32k. The size of the model
+/// matters less: matmuls and transfers both grow with it.
 pub const FEW_TOKENS: u64 = 16 << 10;
 
 impl Mesh {
@@ -116,8 +117,8 @@ impl Mesh {
             if *place != expected {
                 let because = format!("the node of rank {} has {} ranks", rank.index, local.of);
                 return uneven(
-                    format!("rank {index} of {} is {place} on its node", rank.of),
-                    format!("{expected}, because {because}"),
+                    format!("rank {index} of {} is rank {place} on its node", rank.of),
+                    format!("rank {expected}, because {because}"),
                 );
             }
             if !rank.of.is_multiple_of(local.of) {

@@ -15,7 +15,7 @@ const MOST: usize = 16 << 20;
 /// Version of the program, which all ranks must have.
 pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Longest message of a connection that has not proven that it knows the secret, in bytes.
+/// Longest message, in bytes, of a sender that has not proven that it knows the secret.
 pub(super) const MOST_HELLO: usize = 4 << 10;
 
 /// How a rank introduces itself.
@@ -55,9 +55,9 @@ pub(super) enum Message {
     },
     /// The greeting: the first message from the connecting side, and rank 0's answer to it.
     Hello(Hello),
-    /// To rank 0: a rank's text on a topic.
+    /// To rank 0: a text that rank 0 sends to the other ranks in [`Message::All`].
     Text { topic: String, text: String },
-    /// From rank 0: the texts of all ranks on a topic.
+    /// From rank 0: the texts that all ranks sent as [`Message::Text`] with this topic.
     All {
         topic: String,
         /// The texts, by rank.
@@ -67,11 +67,11 @@ pub(super) enum Message {
     Beat {
         /// The sender's current step, from 1; 0 before the first step.
         step: u64,
-        /// Number of batches of training and validation that the sender has counted.
+        /// Number of the sender's progress reports: one for each batch of training or validation.
         ticks: u64,
         /// What the sender is doing, such as `step 3 of 300`.
         doing: String,
-        /// Whether this activity may take long.
+        /// Whether this activity may be without progress for longer than other activities.
         aside: bool,
     },
     /// The sender stops because of an error.
@@ -97,8 +97,7 @@ pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
     receive_of(from, MOST)
 }
 
-/// The JSON text of the first message in `bytes`, and the bytes after the message. For programs that read a control
-/// channel.
+/// The JSON text of the first message in `bytes`, and the bytes after the message.
 ///
 /// # Errors
 /// When the bytes are not a message, or the message is incomplete.
@@ -107,7 +106,7 @@ pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
     Ok((serde_json::to_string(&message)?, bytes))
 }
 
-/// Receives a message from a connection that has not proven that it knows the secret, with limits on length and time.
+/// Receives a message, with limits on length and time, from a sender that has not proven that it knows the secret.
 ///
 /// # Errors
 /// As [`receive`], and when the message does not arrive in time.
@@ -122,7 +121,7 @@ pub(super) fn receive_within(from: &mut TcpStream, time: Duration) -> Result<Mes
 pub(super) fn length(bytes: [u8; 4], most: usize) -> Result<usize> {
     let len = u32::from_le_bytes(bytes) as usize;
     match len > most {
-        true => Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes"))),
+        true => Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes is too long"))),
         false => Ok(len),
     }
 }

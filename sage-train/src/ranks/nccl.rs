@@ -1,5 +1,5 @@
 //! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
-//! available. The transport never adds numbers.
+//! available. The transport only moves data; it never sums over ranks.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines without
 //! NCCL. Transfers run on a separate stream, of high priority. A transfer starts after the work that candle's stream
@@ -49,7 +49,7 @@ pub(super) struct Nccl {
     /// The communicator is never destroyed: destruction is collective, so a rank that exits because of an error would
     /// wait for the other ranks.
     communicator: Communicator,
-    /// Collectives among the ranks of the node.
+    /// Collectives on the copy engines, among the ranks of the node; `None` if transfers do not use copy engines.
     engines: Option<Engines>,
 }
 
@@ -149,9 +149,9 @@ impl Nccl {
         Ok(self.functions.check(what, code)?)
     }
 
-    /// Launches a collective of the copy engines on two tensors, if copy engines are connected and both tensors are in
-    /// memory from `Engines::allocate`, which registers it with NCCL. Either all ranks launch it or none, because all
-    /// ranks register the same tensors.
+    /// Launches a collective of the copy engines on two tensors, if `self.engines` is set and both tensors are in
+    /// memory from `Engines::allocate`, which registers memory with NCCL. All ranks register the same tensors, so
+    /// either all ranks launch the collective or no rank does.
     fn collective(
         &self,
         tensors: [&Tensor; 2],
@@ -193,7 +193,7 @@ impl Transport for Nccl {
         })
     }
 
-    /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's all-gather.
+    /// All-gathers with `--copy-engines off` also call this: on NVLink it is a fifth faster than NCCL's all-gather.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
         let places = |tensors: &[Tensor]| tensors.iter().map(|x| self.place(x)).collect::<Result<Vec<_>>>();
         let swaps =
@@ -220,8 +220,8 @@ impl Transport for Nccl {
 
     fn wait(&self, Transfer(number): Transfer) -> Result<()> {
         let compute = self.device.cuda_stream().cu_stream();
-        // If the event was recorded again, it marks a later transfer on the same stream, which ends after
-        // this one.
+        // If a later transfer has already reused the event, the wait is for the later transfer. All transfers use one
+        // stream, so the later transfer ends after this one.
         // SAFETY: streams and events live as long as `self`.
         unsafe { stream::wait_event(compute, self.came[number as usize % TURNS], WAIT).w() }
     }
@@ -234,19 +234,20 @@ fn share_id(channel: &ControlChannel, functions: &Functions, every: usize) -> ca
     let rank = channel.rank().index;
     let maker = rank.checked_rem(every).map_or(0, |after| rank - after);
     if rank == maker {
-        // SAFETY: the function writes 128 bytes to the given address.
+        // SAFETY: the function writes 128 bytes to `id`, which has this size.
         functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
         answer = hex(&id.0);
     }
     let answer = channel.share("NCCL's id", &answer).swap_remove(maker);
     for (byte, digits) in id.0.iter_mut().zip(answer.as_bytes().chunks(2)) {
         let digits = std::str::from_utf8(digits).unwrap_or_default();
-        *byte = u8::from_str_radix(digits, 16).map_err(during(format!("rank {maker} sent an invalid id")))?;
+        *byte =
+            u8::from_str_radix(digits, 16).map_err(during(format!("rank {maker}'s NCCL id is invalid")))?;
     }
     Ok(id)
 }
 
-/// Connects the copy engines of each node, if they are wanted and NCCL's `version` supports them.
+/// Creates a communicator that uses copy engines, for the ranks of this node.
 fn connect_engines(
     channel: &ControlChannel,
     functions: &Functions,
@@ -258,9 +259,9 @@ fn connect_engines(
         return Ok(None);
     }
     let without = |got: String, hint: &str| match wanted {
-        CopyEngines::On => Err(Error::new("NCCL has no collectives on the copy engines here")
+        CopyEngines::On => Err(Error::new("NCCL cannot use the copy engines of these GPUs")
             .got(got)
-            .allowed("NCCL 2.28 and CUDA 12.5 or later, GPUs that reach each other's memory")
+            .allowed("NCCL 2.28 or later, a driver for CUDA 12.5 or later, GPUs with peer access")
             .hint(hint)),
         _ => Ok(None),
     };
@@ -272,7 +273,7 @@ fn connect_engines(
         (driver, _) if driver < OLDEST_DRIVER => {
             format!("a driver for CUDA {}.{}", driver / 1000, driver % 1000 / 10)
         }
-        (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which overrides this setting"),
+        (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which overrides --copy-engines"),
         _ => String::new(),
     };
     let lacking = channel.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
@@ -325,7 +326,7 @@ fn check_gpus(channel: &ControlChannel, device: &CudaDevice) -> candle_sage::Res
         None => Ok(()),
         Some((a, b)) => Err(Error::new("two ranks have the same GPU")
             .got(format!("ranks {a} and {b}: GPU {:.8}, seen from {host}", all[a]))
-            .allowed("a GPU for each rank")
+            .allowed("a different GPU for each rank")
             .hint("lower --gpus to this machine's number of GPUs (nvidia-smi -L); under srun use --gpus-per-task 1")),
     }
 }

@@ -14,13 +14,13 @@ use crate::{during, hex};
 /// The environment variable that holds the secret.
 pub(super) const SECRET: &str = "SAGE_TRAIN_SECRET";
 
-/// Bytes of a block of SHA-256, to which HMAC pads its key.
+/// SHA-256's block size in bytes. HMAC pads its key to this size.
 const BLOCK: usize = 64;
 
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret {
     text: String,
-    /// Whether others may know `text`: a job's number is not secret.
+    /// Whether `text` is the id of a Slurm job or torchrun run, which others may know.
     pub(super) is_guessable: bool,
 }
 

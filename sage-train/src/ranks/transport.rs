@@ -14,7 +14,7 @@ pub enum CopyEngines {
     /// kernels
     #[default]
     Auto,
-    /// Copy engines, or an error if NCCL cannot use them. With one GPU per node the setting has no effect
+    /// Copy engines, or an error if NCCL cannot use them
     On,
     /// NCCL's kernels, which occupy multiprocessors
     Off,
@@ -31,8 +31,8 @@ impl Transfer {
     pub const NONE: Self = Self(0);
 }
 
-/// An exchange of contiguous tensors with one other rank. The tensors that one rank sends must equal those that the
-/// other rank receives in number and sizes.
+/// An exchange of contiguous tensors with one other rank. A rank must send as many tensors as the other rank receives,
+/// with the same sizes.
 #[derive(Debug)]
 pub(super) struct Swap {
     /// Index of the other rank among all ranks.
@@ -47,14 +47,13 @@ pub(super) struct Swap {
 /// [`ControlConnection`](super::control::ControlConnection) can report a rank that died and end the process.
 const WATCH: Duration = Duration::from_secs(8);
 
-/// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without
-/// the wait, a rank whose transfer fails first would exit with its own error instead of the code of a lost rank.
+/// Waits for [`WATCH`], then returns the error of a failed transfer.
 pub(super) fn wait_for_report(error: Error) -> Error {
     std::thread::sleep(WATCH);
     error
 }
 
-/// Transfers tensors between ranks that make the same calls in the same order. A transport never adds numbers.
+/// Transfers tensors between ranks that make the same calls in the same order. A transport does no arithmetic.
 pub(super) trait Transport: Debug {
     /// Starts all exchanges together, after the work that the device has been given so far.
     ///
@@ -67,8 +66,8 @@ pub(super) trait Transport: Debug {
         false
     }
 
-    /// Zeros in memory that the collectives below can transfer. The memory may stay allocated until the process ends.
-    /// All ranks of the node must call this with the same size.
+    /// A tensor of zeros that [`Transport::all_to_all`] and [`Transport::all_gather`] can transfer. Its memory may stay
+    /// allocated until the process ends. All ranks of the node must call this with the same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -76,8 +75,8 @@ pub(super) trait Transport: Debug {
         Tensor::zeros(len, dtype, device)
     }
 
-    /// All-to-all among this node's ranks, whose number is `of`. `None` unless the ranks have copy engines and both
-    /// tensors were made by [`Transport::zeros`].
+    /// All-to-all among the `of` ranks of this node. `None` unless the ranks have copy engines and both tensors were
+    /// made by [`Transport::zeros`].
     ///
     /// # Errors
     /// When another rank cannot be reached.

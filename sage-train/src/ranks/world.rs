@@ -18,7 +18,7 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED, SECRET])
 }
 
-/// The launcher's name if `--gpus` started the ranks.
+/// [`World::launcher`] of ranks that `--gpus` started.
 const GPUS: &str = "--gpus";
 
 /// Largest number of ranks of a run.
@@ -42,7 +42,7 @@ pub struct World {
 }
 
 impl World {
-    /// The position from the environment; `None` for a single process.
+    /// Reads the position of this process from environment variables. Returns `None` for a single process.
     ///
     /// # Errors
     /// When the environment is incomplete, or its numbers contradict each other.
@@ -66,7 +66,7 @@ impl World {
             return Err(Error::new("the number of ranks is too large")
                 .got(format!("{} ranks, set by {}", world.rank.of, world.launcher))
                 .allowed(format!("1 to {MOST}"))
-                .hint("unset the variables that another launcher left in the environment"));
+                .hint("the environment may contain variables of an earlier launcher: unset them"));
         }
         for (rank, what, of) in
             [(world.rank, "rank", "ranks"), (world.local, "local rank", "ranks on the node")]
@@ -75,7 +75,7 @@ impl World {
                 return Err(Error::new(format!("the {what} is not below the number of {of}"))
                     .got(format!("{what} {} of {}, set by {}", rank.index, rank.of, world.launcher))
                     .allowed(format!("0 to one less than the number of {of}"))
-                    .hint("unset the variables that another launcher left in the environment"));
+                    .hint("the environment may contain variables of an earlier launcher: unset them"));
             }
         }
         Ok((world.rank.of > 1).then_some(world))
@@ -105,8 +105,8 @@ impl World {
         })
     }
 
-    /// Reads the variables that `srun` sets for a task. `None` for a batch script without `srun`, which is a single
-    /// process: Slurm then does not set the number of tasks of a step.
+    /// Reads the variables that `srun` sets for a task. `None` for a batch script without `srun`: it is a single
+    /// process, for which Slurm does not set `SLURM_STEP_NUM_TASKS`.
     fn of_slurm(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let Some(of) = variable("SLURM_STEP_NUM_TASKS") else { return Ok(None) };
         let of = number("SLURM_STEP_NUM_TASKS", &of)?;
@@ -140,20 +140,20 @@ impl World {
     }
 }
 
-/// The secret that was given, or by default the job's number, which keeps the ranks of two jobs apart but may be known
-/// to other users.
+/// The secret from the environment, or else the job's number. The number keeps the ranks of two jobs apart, but other
+/// users may know it.
 fn secret(variable: &dyn Fn(&str) -> Option<String>, job: &str) -> Secret {
     variable(SECRET).map_or_else(|| Secret::of_job(variable(job).unwrap_or_default()), Secret::given)
 }
 
 fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
-    Error::new(format!("{name} is not a valid number"))
+    Error::new(format!("the environment variable {name} is not a valid number"))
         .got(got)
         .allowed(match name {
             "MASTER_PORT" => "a port: 1 to 65535, or 1 to 65534 if torchrun's agent listens on it",
             _ => "a whole number from 0 to 4294967295",
         })
-        .hint("torchrun, srun and --gpus set it")
+        .hint("start with torchrun, srun or --gpus, which set this variable")
 }
 
 fn number(name: &str, value: &str) -> Result<usize> {

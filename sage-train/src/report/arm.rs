@@ -12,7 +12,7 @@ use crate::runs::{Run, Status};
 pub struct Arm {
     /// The settings that distinguish the arm from other arms, as text.
     pub label: String,
-    /// Index of the arm among all arms of the study. It selects colour and marker: an arm has the same ones in every
+    /// Index of the arm among all arms of the study. It selects the arm's colour and marker, which are equal in every
     /// [`Panel`](super::Panel).
     pub style: usize,
     /// The settings in which the runs of the study differ, with this arm's values.
@@ -24,17 +24,17 @@ pub struct Arm {
     /// Difference of the final losses to the baseline's losses, in percent of the baseline's mean.
     pub difference: Option<Difference>,
     /// Difference of the training losses to the baseline's training losses, over the last quarter of the steps. Set
-    /// only if both arms continue from the same weights on the same batches: then their data noise is the same.
+    /// only if this arm and the baseline continue from the same weights on the same batches.
     pub training: Option<Difference>,
-    /// How fast `training` changes: the difference of the two arms' least-squares slopes of the training loss over all
-    /// steps, in percent of the baseline's loss per million tokens.
+    /// The slope of the training loss minus the baseline's slope, both fitted by least squares over all steps. The unit
+    /// is percent (of the baseline's loss) per million tokens. Set only if `training` is set.
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone (a validation loss), over the runs that reach it.
     pub reached: Option<Mean>,
-    /// Set if runs had already reached the milestone at their first validations: the largest number of tokens at these
-    /// validations, an upper bound of the number that each of these runs needed.
+    /// Largest number of tokens before the first validation, over the runs whose first validation already reaches the
+    /// milestone. These runs reached it after at most this number of tokens.
     pub reached_before: Option<f64>,
-    /// How many more tokens than the baseline the arm needs to reach the milestone, in percent of the baseline's mean.
+    /// How many more tokens than the baseline the arm needs to reach the milestone, in percent.
     pub later: Option<Difference>,
     /// Tokens per second of the finished runs: each run's median over its steps, averaged over seeds.
     pub speed: Option<Mean>,
@@ -43,11 +43,11 @@ pub struct Arm {
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// The mean, in percent of the baseline's mean.
+    /// The mean difference, in percent of the baseline's mean.
     pub mean: Mean,
-    /// Whether the mean is over pairs of runs with the same seeds.
+    /// Whether `mean` is over pairs of runs with the same seeds.
     pub paired: bool,
-    /// Whether the mean excludes runs of either arm because they diverged or failed.
+    /// Whether `mean` excludes runs, of this arm or the baseline, that diverged or failed.
     pub of_survivors: bool,
     /// The conclusion that the interval allows.
     pub verdict: Verdict,
@@ -55,8 +55,8 @@ pub struct Difference {
 
 /// A signed mean in percent, with its interval.
 pub(super) fn in_percent(mean: &Mean) -> String {
-    // Small differences get more digits: continuations of the same weights on the same data differ by less than a
-    // hundredth of a percent.
+    // The losses of runs that continue from the same weights can differ by less than 0.01 %, so small differences get
+    // more digits.
     let size = mean.value.abs().max(mean.half.unwrap_or(0.0));
     let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
     format!("{:+.digits$} %{}", mean.value, mean.plus_minus(digits))
@@ -122,7 +122,7 @@ impl Arm {
         self.runs.iter().map(seeds).collect::<BTreeSet<_>>().len()
     }
 
-    /// Whether the arm has a run with the seeds of `run` that was trained on other data.
+    /// Whether a run of the arm has the same seeds as `run`, but other data.
     pub(super) fn has_other_data(&self, run: &Run) -> bool {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
@@ -141,9 +141,9 @@ impl Arm {
         Mean::of(&pairs.collect::<Vec<_>>())
     }
 
-    /// The difference of `number` to the baseline, over pairs of runs with the same seeds and data. If there is no
-    /// pair, or only one pair although both arms have at least two seeds, the result is the difference of the two
-    /// means, with Welch's interval.
+    /// The mean difference of `number` to the baseline, over pairs of runs with the same seeds and data. Without a
+    /// pair: this arm's mean minus the baseline's mean, with Welch's interval. The same if there is only one pair,
+    /// although this arm and the baseline have at least two seeds each.
     pub(super) fn against(
         &self,
         baseline: &Arm,
@@ -181,8 +181,8 @@ pub(super) fn late_training_loss(run: &Run) -> Option<f64> {
 }
 
 /// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if the
-/// loss never falls so far, or is already so low at the first validation. A diverged run never reaches a loss, because
-/// its loss does not stay low.
+/// loss never falls so far, or is already so low at the first validation. `None` also for a diverged run, because its
+/// loss does not stay low.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = kept_validations(run)?.into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;
@@ -191,7 +191,7 @@ pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     Some(from as f64 + (tokens - from as f64) * (above - loss) / (above - value))
 }
 
-/// Tokens of the first validation, if its loss is not above `loss`.
+/// The number of tokens trained on before the first validation, if that validation's loss is not above `loss`.
 fn reached_before(run: &Run, loss: f64) -> Option<f64> {
     let (tokens, value) = kept_validations(run)?.pop_first()?;
     (value <= loss).then_some(tokens as f64)
@@ -208,13 +208,13 @@ pub(super) fn seeds(run: &Run) -> [u64; 3] {
     [config.weights_seed, config.data.order_seed, config.data.corpus_seed]
 }
 
-/// Whether two runs were trained on the same data; true if a run did not record its data.
+/// Whether two runs were trained on the same data. Also true if one of them did not record its data.
 pub(super) fn same_data(a: &Run, b: &Run) -> bool {
     a.data_fingerprint().zip(b.data_fingerprint()).is_none_or(|(a, b)| a == b)
 }
 
-/// A number for each seed: the mean over the runs with that seed, which are repetitions and not independent
-/// samples.
+/// The mean of `number` for each seed. Runs with the same seed are repetitions, not independent samples, so they
+/// count as one.
 fn by_seed<'a>(
     runs: impl Iterator<Item = &'a Run>,
     number: &dyn Fn(&Run) -> Option<f64>,

@@ -56,7 +56,7 @@ pub struct Series {
     pub faint: Vec<(f64, f64)>,
     /// A filled band: x, low, high.
     pub band: Vec<(f64, f64, f64)>,
-    /// Crosses, which mark spikes and failures. A cross outside the visible range is drawn at its edge.
+    /// Crosses, which mark spikes and failures. A cross outside the visible range is drawn at the edge of the range.
     pub crosses: Vec<(f64, f64)>,
 }
 
@@ -77,7 +77,7 @@ pub struct Chart {
     pub from_zero: bool,
     /// The visible range of the vertical axis, if it is not the range of the data.
     pub limits: Option<(f64, f64)>,
-    /// Whether points are decimal logarithms; the axes then show the numbers themselves.
+    /// Whether the points are decimal logarithms. If so, the labels of the axes show the original numbers.
     pub logarithmic: bool,
 }
 
@@ -200,7 +200,7 @@ impl Series {
         Ok(())
     }
 
-    /// Draws the thin curve, the curve with its markers, and the crosses, within the visible range `y`.
+    /// Draws everything except the band. `y`: the visible range.
     fn draw_curves(&self, chart: &mut Axes<'_, '_>, y: (f64, f64)) -> Drawn {
         let Series { style, points, faint, crosses, .. } = self;
         let (style, color) = (*style, color(*style));
@@ -235,7 +235,7 @@ impl<'a> Name<'a> {
         }
     }
 
-    /// Draws the entry into the area below the chart, vertically centred at `middle`.
+    /// Draws this legend entry into the area below the chart, vertically centred at `middle`.
     fn draw(self, area: &DrawingArea<SVGBackend<'_>, Shift>, middle: i32) -> Drawn {
         let from = 78;
         match self {
@@ -268,13 +268,14 @@ fn finite(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
     points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite())
 }
 
-/// The parts of a curve between `low` and `high`: a segment that leaves this range ends at its edge.
+/// The parts of a curve with y from `low` to `high`. A segment that leaves this range ends at the edge of the range.
 fn visible(points: &[(f64, f64)], (low, high): (f64, f64)) -> Vec<Vec<(f64, f64)>> {
     let mut lines: Vec<Vec<(f64, f64)>> = Vec::new();
     for pair in points.windows(2) {
         let [from, to] = [pair[0], pair[1]];
         let at = |share: f64| (from.0 + share * (to.0 - from.0), from.1 + share * (to.1 - from.1));
-        // The segment crosses the edges at these fractions of its length, and is visible from `enters` to `leaves`.
+        // The line through the segment reaches `low` and `high` at these fractions of the segment. The segment is
+        // visible from the fraction `enters` to the fraction `leaves`.
         let edges = [low, high].map(|edge| (edge - from.1) / (to.1 - from.1));
         let (enters, leaves) = (edges[0].min(edges[1]).max(0.0), edges[0].max(edges[1]).min(1.0));
         let is_level = from.1 == to.1;
@@ -315,7 +316,7 @@ pub fn short(x: f64) -> String {
     format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
-/// A number below 1 rounded to one significant digit: `0.0316` as `0.03`.
+/// Rounds a number below 1 to one significant digit (`0.0316` to `0.03`), and a larger number to an integer.
 fn one_digit(x: f64) -> String {
     format!("{x:.0$}", (-x.log10().floor()).clamp(0.0, 12.0) as usize)
 }
@@ -358,7 +359,7 @@ mod tests {
         Ok(())
     }
 
-    /// The CSS for dark mode replaces colours that the charts use.
+    /// The CSS for dark mode finds these colours in a chart by their hex codes.
     #[test]
     fn the_dark_theme_has_every_colour_of_the_light_theme() {
         let hex = |RGBColor(r, g, b): RGBColor| format!("#{r:02X}{g:02X}{b:02X}");

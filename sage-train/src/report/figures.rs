@@ -1,5 +1,4 @@
-//! The charts of a panel: losses, differences to the baseline and errors of attention over tokens, each with
-//! a band over seeds.
+//! The charts of a [`Panel`]: losses, differences to the baseline, and errors of gradients.
 
 use std::collections::BTreeMap;
 
@@ -16,17 +15,17 @@ use crate::runs::{Run, Status};
 /// The z-score of a step's loss above which the step is marked as a spike.
 pub const SPIKE: f64 = 8.0;
 
-/// Fraction of a run at its beginning that does not determine the visible range of the vertical axis, because
-/// losses fall fast there.
+/// The first fraction of a run, in which losses fall fast. The visible range of the vertical axis ignores these
+/// losses.
 const SETTLING: f64 = 0.25;
 
-/// Largest number of groups of steps, each of which is one point of a curve of training losses.
+/// Largest number of points of a curve of training losses. Each point is the mean over a group of steps.
 const GROUPS: usize = 40;
 
 /// A chart with its title and caption.
 #[derive(Debug)]
 pub struct Figure {
-    /// The beginning of the name of the chart's file.
+    /// The name of the chart's file, without the panel's label and the extension.
     pub name: &'static str,
     /// The title above the chart.
     pub title: &'static str,
@@ -171,14 +170,14 @@ fn differences(panel: &Panel) -> Result<Option<String>> {
     differences_of("difference to", baseline, others.iter(), &validations)
 }
 
-/// Difference of the training loss, for the arms that train on the baseline's batches.
+/// Difference of the training loss to the baseline, for the arms that train on the baseline's batches.
 fn training_differences(panel: &Panel) -> Result<Option<String>> {
     let Some((baseline, others)) = panel.arms.split_first() else { return Ok(None) };
     let alike = others.iter().filter(|arm| arm.training.is_some());
     differences_of("training loss: difference to", baseline, alike, &grouped_losses)
 }
 
-/// Mean training losses of groups of steps, by the tokens at the end of each group.
+/// The mean training loss of each group of steps. The key is the number of tokens in all steps up to the group's end.
 fn grouped_losses(run: &Run) -> BTreeMap<u64, f64> {
     let groups = run.points.chunks(run.points.len().div_ceil(GROUPS).max(1));
     let mean = |group: &[Point]| {
@@ -217,8 +216,8 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// The errors of the whole gradient, relative to the gradient, at the last probe of each probed run. `None` if no run
-/// was probed, or if no estimate of the gradient's squared norm is above zero.
+/// A plot of the error of the model's gradient at the last probe of each run. `None` if no run was probed, or if no
+/// estimate of the gradient's squared norm is above zero.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
@@ -237,8 +236,8 @@ fn gradients(panel: &Panel) -> Result<Option<String>> {
     if found.is_empty() { Ok(None) } else { gradient_plot(&found).map(Some) }
 }
 
-/// Relative L2 error of dQ over tokens, in the layer with the largest error, from `--probe-every`. `None` if no run was
-/// probed more than once.
+/// A chart over the training tokens: the relative L2 error of dQ, in the layer where it is largest. `None` if no run
+/// was probed more than once.
 fn errors(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = panel
         .arms
@@ -259,7 +258,7 @@ fn errors(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
-/// The largest error of dQ over the layers, by tokens.
+/// The error of dQ in the layer where it is largest, for each number of tokens at which the run was probed.
 fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     let worst = |probed: &Probed| {
         let layers = probed.rows.iter().filter(|row| row.head.is_none());
@@ -285,7 +284,7 @@ fn matching_run<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
     whole(baseline).find(|other| seeds(other) == seeds(run) && same_data(other, run))
 }
 
-/// A curve for each seed: the mean over the runs with that seed, which are repetitions.
+/// A curve for each seed. Runs with the same seed are repetitions, so their mean is one curve.
 fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BTreeMap<u64, f64>> {
     let mut all: BTreeMap<[u64; 3], BTreeMap<u64, Vec<f64>>> = BTreeMap::new();
     for run in whole(arm) {
@@ -299,7 +298,7 @@ fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BT
         .collect()
 }
 
-/// Differences in percent, at the tokens where both curves have a value.
+/// `curve` minus `base` in percent of `base`, at the tokens where both have a value.
 fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u64, f64> {
     let difference = |(tokens, loss): (&u64, &f64)| {
         let base = base.get(tokens)?;
@@ -308,11 +307,11 @@ fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u6
     curve.iter().filter_map(difference).collect()
 }
 
-/// The mean of several curves and its interval, at the tokens where the most curves have a value.
+/// The mean of several curves, with its interval.
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
-    // Where a curve ends, the mean over the other curves would jump.
+    // Omits numbers of tokens at which some curves have ended: the mean over the others would jump there.
     let most = values.values().map(Vec::len).max().unwrap_or(0);
     let means: Vec<(f64, Mean)> = values
         .iter()
@@ -350,7 +349,7 @@ fn marked_points(run: &Run) -> Vec<(f64, f64)> {
     spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
-/// The range of curves and bands, without the fraction [`SETTLING`] of the tokens at the beginning.
+/// The range of the values of curves and bands after the first tokens (the fraction [`SETTLING`] of all tokens).
 fn limits(series: &[Series]) -> Option<(f64, f64)> {
     let end = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).fold(0.0, f64::max);
     let values = series.iter().flat_map(|series| {

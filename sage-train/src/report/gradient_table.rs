@@ -13,21 +13,21 @@ struct Figures {
     gradient: f64,
     /// Tokens per step at which the gradient's noise is as large as the gradient.
     noise_tokens: f64,
-    /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`, where `V` is the error's variance.
+    /// `sqrt(V) / |G|`, where `V` is the variance of the gradient's error over micro-batches.
     error_noise: f64,
     /// `|B|^2 / |G|^2`, where `B` is the bias, estimated from all pairs of micro-batches.
     bias: f64,
-    /// The half-width of the 95 % interval of `bias`, computed from one estimate for each block of micro-batches.
+    /// The half-width of the 95 % interval of `bias`, computed from several estimates, each from one block of
+    /// micro-batches.
     half: Option<f64>,
     /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,
-    /// Tokens per step at which the bias is as large as the gradient's noise: the estimate, and the limits of its
-    /// interval. `None` if the bias is not above zero. Unlike the ratios to the gradient, this number does not need
-    /// `|G|^2`, which noise can hide.
+    /// Tokens per step at which the bias is as large as the gradient's noise. The three values are for the estimate of
+    /// the bias, the upper limit of its interval, and the lower limit. `None` for a bias that is not above zero.
     crossing: [Option<f64>; 3],
 }
 
-/// The square root of an estimate, which may be below zero.
+/// The square root of an estimate, or 0 if the estimate is negative.
 fn root(x: f64) -> f64 {
     x.max(0.0).sqrt()
 }
@@ -54,15 +54,16 @@ impl Figures {
     }
 }
 
-/// The mean cosine between the errors of two disjoint halves of the data, and between their gradients. A cosine is the
-/// dot product divided by the mean squared norm. `one` has the squared norms of the means over one half, and `two` has
-/// the squared norms of the means over both halves.
+/// The cosine between the gradient errors of two groups of micro-batches, and the cosine between the groups' gradients.
+/// The groups are disjoint and have equal size. `one` has squared norms averaged over groups of this size, `two` over
+/// groups of twice this size. A cosine is thus the mean dot product divided by the mean squared norm.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]
 }
 
-/// Tables of the error over the number of tokens, and of the error of each parameter group.
+/// Two tables: the error of the model's mean gradient over 1, 2, 4, ... micro-batches, and the error of the gradient of
+/// each parameter group.
 pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
     let heads = ["tokens", "|gradient|", "|error|", "error/gradient", "cos of errors", "cos of gradients"];
     let mut out = format!("{title}\n\n");
@@ -119,7 +120,7 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
     out
 }
 
-/// CSV with a row for each parameter group and number of tokens.
+/// CSV. Each scheme and parameter group has a row for each number of tokens over which gradients are averaged.
 pub fn gradient_csv(all: &[GradientErrors]) -> String {
     let mut out = String::from(
         "scheme,part,tokens,gradient,error,error_over_measured_gradient,error_noise,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens,bias_equals_noise_low,bias_equals_noise_high\n",
@@ -148,7 +149,8 @@ pub fn gradient_csv(all: &[GradientErrors]) -> String {
     out
 }
 
-/// A plot of the gradient's relative error and the data's noise against the number of tokens.
+/// A plot of two quantities against the number of tokens that a gradient averages over: the gradient's error under each
+/// scheme, and its noise from the choice of data. Both are relative to the gradient's norm.
 ///
 /// # Errors
 /// When no value is finite.
@@ -188,14 +190,16 @@ mod tests {
     use super::*;
     use crate::metrics::Sums;
 
-    /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3, with a component of .2 along
-    /// the gradient.
+    /// The gradient has norm 3. Its noise in a micro-batch of 100 tokens has norm 4. The bias has norm .3, and its
+    /// component along the gradient is .2.
     #[test]
     fn figures_follow_from_the_sums() {
         let sums = |count: usize| {
             let n = count as f64;
-            // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29. Noise adds 16 to `exact` and `low`, 1 to `error`.
+            // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29.
             let mean_squares = Squares { exact: 9.0, low: 10.29, error: 0.09 };
+            // The squared norms of one micro-batch: noise adds 16 to the `exact` and `low` of `mean_squares`, and 1 to
+            // its `error`.
             let each = Squares { exact: 25.0, low: 26.29, error: 1.09 };
             let sum = |mean_squares: f64, each: f64| mean_squares * n * (n - 1.0) + each * n;
             Sums {
@@ -219,9 +223,8 @@ mod tests {
         near(figures.along, 0.6 / 9.0);
         // 16 * 100 / tokens = .09.
         near(figures.crossing[0].expect("a bias"), 1600.0 / 0.09);
-        // Biases that scatter around .09: four of .05 and four of .13 have the standard deviation .04 sqrt(8 / 7), and
-        // the interval of a mean of eight has a half-width of 2.3646 standard errors (Student's t with seven degrees of
-        // freedom).
+        // Four blocks have a squared bias of .05, and four of .13. The standard deviation is .04 sqrt(8 / 7). The
+        // interval of the mean has a half-width of 2.3646 standard errors (Student's t with seven degrees of freedom).
         let scattered = |by: f64| {
             let block = |n: usize| {
                 let mut sums = sums(8);
@@ -238,7 +241,7 @@ mod tests {
         let [_, low, high] = figures.crossing.map(|tokens| tokens.expect("a bias"));
         assert!((low / (1600.0 / (0.09 + half)) - 1.0).abs() < 1e-6, "{low}");
         assert!((high / (1600.0 / (0.09 - half)) - 1.0).abs() < 1e-6, "{high}");
-        // If the interval of the bias reaches below zero, the interval of `crossing` has no upper limit.
+        // `crossing[2]` is computed from the lower limit of the bias, which is below zero here.
         assert_eq!(scattered(0.2).crossing[2], None);
         let [errors, gradients] = cosines(
             &Squares { exact: 25.0, low: 0.0, error: 1.09 },
@@ -248,8 +251,8 @@ mod tests {
         near(gradients, 9.0 / 25.0);
     }
 
-    /// If the estimate of `|G|^2` is below zero, ratios to it do not exist, but the number of tokens at which the bias
-    /// equals the noise does.
+    /// If the estimate of `|G|^2` is below zero, the table has no ratios to the gradient. It still has the number of
+    /// tokens at which the bias equals the noise.
     #[test]
     fn a_gradient_that_noise_hides_has_no_shares() {
         let squares = |exact, error| Squares { exact, low: exact, error };

@@ -10,7 +10,7 @@ use crate::runs::Run;
 const DARKEST: f64 = 0.5;
 
 impl Study {
-    /// A table for each arm with a probed run. It shows the last probe of the arm's first probed run.
+    /// A table for each arm with a probed run: the errors that the last probe of the first such run measured.
     pub(super) fn errors(&self) -> Markup {
         let arms = self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
         let probed: Vec<(String, &Run, &Probed)> = arms
@@ -60,7 +60,7 @@ fn names(probed: &Probed) -> Vec<&'static str> {
     QUANTITIES.into_iter().filter(has).collect()
 }
 
-/// A cell with its number on a shade of the charts' orange, on which black and white text are readable.
+/// A cell with `error` on a shade of orange. Black and white text are readable on every shade.
 fn cell(error: Option<f64>) -> Markup {
     let shade = error.map_or(0.0, |error| (error / DARKEST).sqrt().min(1.0) * 70.0);
     html! {

@@ -101,7 +101,6 @@ impl Study {
         Ok(page.into_string())
     }
 
-    /// Sentences about the arms with diverged or failed runs, and then the verdicts.
     fn summary(&self) -> Markup {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
@@ -195,15 +194,15 @@ impl Study {
         }
     }
 
-    /// The result of the arm that corresponds to a published row.
+    /// The result of our first arm that has the settings of the published run `row`.
     fn our_result(&self, row: &Published) -> Option<String> {
         let tokens = |arm: &Arm| arm.runs.first().map_or(0, |run| run.config.tokens_per_step());
         let arms =
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
         let sizes = || arms().map(|(_, arm)| tokens(arm));
         let (least, most) = (sizes().min()?, sizes().max()?);
-        // SageBwd's paper compares with unquantized attention at the same tokens per step. Here the SageBwd arm and the
-        // unquantized arm must also have the same `qk_norm`.
+        // `first` is a baseline if it is unquantized and has the same tokens per step as `arm`, as in SageBwd's paper,
+        // and also the same `qk_norm`.
         let of_row = |(first, arm): &(&Arm, &Arm)| {
             let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
             let (own, base) = (&own.config, &base.config);

@@ -1,4 +1,4 @@
-//! Tables of the errors of linear layers in FP8.
+//! Tables of the errors that FP8 causes in linear layers.
 
 use std::fmt::Write;
 

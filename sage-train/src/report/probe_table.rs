@@ -6,8 +6,8 @@ use super::table::csv_cell;
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::probe::SigmaRow;
 
-/// SageBwd (arXiv 2603.02170), Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens per step; cosine and relative
-/// L2 of each of [`QUANTITIES`].
+/// Cosine and relative L2 of each of [`QUANTITIES`] in layer 11, the worst of 20 layers, with QK-norm and 2.1M tokens
+/// per step: Table 2 of SageBwd (arXiv 2603.02170).
 const PAPER: [(f64, f64); 8] = [
     (0.9973, 0.0736),
     (0.9917, 0.1293),
@@ -19,8 +19,8 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, if measured, the sizes of the
-/// tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is quantized.
+/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, if measured, RMS, maxima and
+/// outliers of tensors, the NVFP4 groups with scale zero, and the error when only one matmul or operand is quantized.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =
@@ -49,7 +49,7 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
     }
-    // Saturation is rare: the table appears only if some group saturates.
+    // The table of saturated groups appears only if a group saturates.
     let saturates = rows.iter().any(|row| row.saturated.iter().any(|(_, share)| *share > 0.0));
     let saturated = if saturates { rows.as_slice() } else { &[] };
     out + &sizes(rows)
@@ -102,7 +102,7 @@ fn sizes(rows: &[Row]) -> String {
            the median of their tile\n"
 }
 
-/// The shares of NVFP4 groups that are out of the format's range, a column for each operand.
+/// A table of the fraction of NVFP4 groups that are out of the format's range, with a column for each operand.
 fn out_of_range(rows: &[Row], of: fn(&Row) -> &Vec<(String, f64)>, caption: &str) -> String {
     let Some(first) = rows.iter().find(|row| !of(row).is_empty()) else { return String::new() };
     let mut out = format!("\n{:<7}", "layer");
@@ -161,7 +161,7 @@ pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     out + "\npaper: SageBwd (arXiv 2603.02170, Table 1), which does not state shape and mask\n"
 }
 
-/// SageBwd (arXiv 2603.02170), Table 1: cosine and relative L2 of O, dQ, dK, dV at each sigma.
+/// SageBwd (arXiv 2603.02170), Table 1: for each sigma, cosine and relative L2 error of O, dQ, dK, dV.
 const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (1.0, [(0.9999, 0.0160), (0.9998, 0.0184), (0.9998, 0.0220), (0.9999, 0.0159)]),
     (3.0, [(0.9992, 0.0389), (0.9971, 0.0758), (0.9970, 0.0777), (0.9992, 0.0387)]),
@@ -170,7 +170,8 @@ const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (10.0, [(0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)]),
 ];
 
-/// CSV with a line for each row and quantity: an error has a cosine and a relative L2, a size has a value.
+/// CSV with a line for each quantity of each [`Row`]. Errors fill the column `relative_l2`. If `codes_in` is `all`,
+/// they also fill `cosine`. Other quantities fill `value`.
 pub fn probe_csv(probes: &[Probed]) -> String {
     let mut out = String::from(
         "scheme,step,context,sequences,qk_scale,token_scales,layer,head,codes_in,quantity,cosine,relative_l2,value\n",
@@ -178,7 +179,7 @@ pub fn probe_csv(probes: &[Probed]) -> String {
     for probed in probes {
         let Probed { scheme, context, sequences, qk_scale, token_scales, .. } = probed;
         let step = probed.step.map_or(String::new(), |step| step.to_string());
-        // The scheme is always in quotes, because existing readers split a line at the closing quote.
+        // The scheme is always in quotes, because existing scripts that read the CSV split lines at the closing quote.
         let scheme = csv_cell(scheme);
         let scheme = if scheme.starts_with('"') { scheme } else { format!("\"{scheme}\"") };
         for row in &probed.rows {

@@ -1,4 +1,4 @@
-//! Tables of the errors of block selections and linear tails.
+//! The results of `probe --selections` as tables and as CSV.
 
 use std::fmt::Write;
 
@@ -23,8 +23,8 @@ fn rest(rest: Unselected) -> &'static str {
     }
 }
 
-/// Two tables with a row for each layer and a row of means over layers. They show the errors of the output, and the
-/// fraction of dense attention's probabilities that falls on the selected blocks.
+/// Two tables: the errors of the output, and the fraction of dense attention's probabilities that falls on the selected
+/// blocks. Each has a row for each layer and a row of means over layers.
 pub fn selections_table(title: &str, found: &Selections) -> String {
     let mut out = format!("{title}\n\nrelative L2 of the output\n{:<7}", "blocks");
     WAYS.iter().for_each(|way| out += &format!(" {:>9}", chosen(way.0)));
@@ -40,7 +40,7 @@ pub fn selections_table(title: &str, found: &Selections) -> String {
     out + &rows(found.layers.iter().map(|layer| layer.mass.to_vec()).collect())
 }
 
-/// A row for each layer, and a row for the mean.
+/// A row for each layer, and a row of means over the layers.
 fn rows(layers: Vec<Vec<f64>>) -> String {
     let width = layers.first().map_or(0, Vec::len);
     let mean =

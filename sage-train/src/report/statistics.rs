@@ -52,7 +52,7 @@ impl Mean {
         Self { value: value * factor, half: half.map(|half| half * size), error: error * size, ..self }
     }
 
-    /// Half the interval with `digits` decimals, ` ± 0.34`; empty for a single value.
+    /// Half the width of the interval, with `digits` decimals: ` ± 0.34`. Empty for a single value.
     pub fn plus_minus(&self, digits: usize) -> String {
         self.half.map_or(String::new(), |half| format!(" ± {half:.digits$}"))
     }
@@ -65,7 +65,7 @@ impl Mean {
     /// The verdict on a mean difference, where a difference below `margin` does not matter.
     pub fn verdict(&self, margin: f64) -> Verdict {
         let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
-        // Two one-sided tests (TOST) at 5 % each: both must reject a difference of at least the margin.
+        // Two one-sided tests (TOST) at 5 % each: one for differences >= margin, one for <= -margin. Both must reject.
         let within = self.value.abs() + quantile(0.95, self.freedom) * self.error;
         match () {
             () if within < margin => Verdict::Matches,
@@ -125,8 +125,8 @@ mod tests {
     #[test]
     fn means_that_are_no_pairs_have_welchs_interval() {
         let mean = |values: &[f64]| Mean::of(values).expect("values");
-        // The standard errors are 1 / sqrt 3 and 2 / sqrt 3: (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 2.941
-        // degrees of freedom.
+        // The standard errors are 1 / sqrt 3 and 2 / sqrt 3. With them, Welch's formula gives
+        // (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 2.941 degrees of freedom.
         let difference = Mean::difference(&mean(&[3.0, 4.0, 5.0]), &mean(&[0.0, 2.0, 4.0]));
         assert!((difference.value - 2.0).abs() < 1e-12);
         assert!((difference.half.expect("values") - 4.154).abs() < 0.01, "{difference:?}");
@@ -135,8 +135,9 @@ mod tests {
         assert_eq!(Mean::difference(&mean(&[1.0]), &mean(&[2.0, 3.0])).half, None);
     }
 
-    /// The expected values are from scipy 1.17.1: the mean, half of its 95 % interval, and the margin at which the
-    /// larger p of two one-sided t-tests is 0.05 (`ttest_1samp`; `ttest_ind` with `equal_var=False` for differences).
+    /// The expected values are from scipy 1.17.1: the mean, half the width of its 95 % confidence interval, and the
+    /// smallest margin that passes two one-sided t-tests at 5 % (`ttest_1samp`; `ttest_ind` with `equal_var=False` for
+    /// differences).
     #[test]
     fn intervals_and_verdicts_are_those_of_scipy() {
         let mean = |values: &[f64]| Mean::of(values).expect("values");

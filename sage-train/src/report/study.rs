@@ -16,10 +16,10 @@ use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
 use crate::{during, partial, writing};
 
-/// The file in a sweep's folder with the default options of its reports.
+/// The file with the default options of a sweep's reports, in the sweep's folder.
 const STUDY: &str = "study.toml";
 
-/// Options of the comparison.
+/// Options of a report that compares runs.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReportOptions {
@@ -30,11 +30,11 @@ pub struct ReportOptions {
     pub baseline: Table,
     /// The settings that distinguish arms; if empty, the settings of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
-    /// The settings in the `[[points]]` tables of a sweep's file. They distinguish arms like the settings of attention.
+    /// The settings in the `[[points]]` tables of a sweep's file.
     pub points: Vec<String>,
     /// Equivalence margin in percent of the baseline's loss: smaller differences do not matter.
     pub margin: f64,
-    /// A loss. The number of tokens after which runs reach this loss is also compared.
+    /// If set, the report compares the numbers of tokens after which runs reach this loss.
     pub milestone: Option<f64>,
 }
 
@@ -49,7 +49,7 @@ impl ReportOptions {
         partial::file(&path, |to| std::fs::write(to, text).map_err(writing(to)))
     }
 
-    /// The options of the sweep in this folder; the defaults for a folder without a sweep.
+    /// The options that [`Self::save`] wrote to this folder; the defaults if the folder has no such file.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -105,7 +105,7 @@ pub struct Study {
 
 type Values = Vec<(String, String)>;
 
-/// A value for each combination of settings, in the order of the combinations' first runs.
+/// A `T` for each combination of settings, in the order in which the combinations first occur in the runs.
 type Grouped<T> = Vec<(Values, T)>;
 
 impl Study {
@@ -137,7 +137,7 @@ impl Study {
         let mut asked = options.baseline.clone();
         asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&as_text(value))));
         let baseline = baseline(&order, &asked)?;
-        // The baseline is the first arm of all tables.
+        // The baseline is the first arm in every table.
         if let Some(at) = baseline {
             let first = order.remove(at);
             order.insert(0, first);
@@ -167,11 +167,11 @@ impl Study {
                     let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
-                    // If a run reached the milestone before its first validation, its number of tokens is not known,
-                    // and a mean would exclude the earliest runs.
+                    // If a run reached the milestone before its first validation, the number of tokens that it needed
+                    // is not known. A mean over the other runs would exclude the fastest runs.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = options.milestone.filter(|_| known) {
-                        // The margin is for losses; numbers of tokens are never called equivalent.
+                        // The margin is 0, because `options.margin` is for losses, not for numbers of tokens.
                         arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
                 }
@@ -184,7 +184,7 @@ impl Study {
             true => Err(Error::new("no runs to report")
                 .got("nothing")
                 .allowed("at least one run")
-                .hint("name the folder of a run, or a folder with folders of runs in it")),
+                .hint("name the folder of a run, or a folder that contains runs")),
             false => Ok(Self {
                 about: options.about.clone(),
                 warnings: panels.iter().flat_map(Panel::warnings).collect(),
@@ -195,7 +195,7 @@ impl Study {
         }
     }
 
-    /// The study with additional warnings before its warnings.
+    /// Adds `warnings` at the start of the study's list of warnings.
     #[must_use]
     pub fn with_warnings(mut self, warnings: Vec<String>) -> Self {
         self.warnings.splice(0..0, warnings);
@@ -208,7 +208,7 @@ impl Study {
         self.runs().filter(move |run| run.config.eval_scheme.is_none() && seen.insert(&run.folder))
     }
 
-    /// Every run; twice if `--eval-attn` validated it a second time.
+    /// All runs. A run with `--eval-attn` occurs twice, the second time with the validation losses under that scheme.
     pub fn runs(&self) -> impl Iterator<Item = &Run> {
         self.panels.iter().flat_map(|panel| &panel.arms).flat_map(|arm| &arm.runs)
     }
@@ -252,7 +252,7 @@ impl Panel {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let runs = counted(count as u64, "run");
-                let pairs = "with a seed of the baseline had other data than the baseline, so that no pairs are formed";
+                let pairs = "with a seed of the baseline had other data than the baseline: not paired";
                 warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }
@@ -260,15 +260,15 @@ impl Panel {
     }
 }
 
-/// Some runs lack a setting that divides the other runs into panels: QK-norm, for example, means nothing without
-/// attention. Adds such runs to each panel of the other runs.
+/// Adds runs to several panels, if the setting that distinguishes these panels has no effect on the runs. For example,
+/// runs without attention are in the panel with QK-norm and in the panel without it.
 fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     let within = |part: &Values, whole: &Values| {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // A larger panel has all settings of a smaller panel, and additional ones. The smaller panel is merged into all of
-    // its larger panels if, for at least one of them, all additional settings are meaningless for the smaller's runs.
+    // `whole` is larger than `panel` if it has all of the panel's settings, and additional ones. If a larger panel's
+    // additional settings are all meaningless for the panel's runs, the panel is merged into all larger panels.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -290,8 +290,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     wholes
 }
 
-/// The keys that distinguish arms: `by` if it is not empty. Otherwise `branched-from`, the keys of attention and those
-/// in `points`, if runs differ in any of them. Otherwise the first of `keys`.
+/// The keys that distinguish arms, chosen from the `keys` in which runs differ: `by` if it is not empty. Otherwise
+/// `branched-from`, the keys of attention and the keys in `points`. If runs differ in none of these, the first key.
 fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in this setting")
@@ -311,9 +311,9 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
-/// Whether all runs start from the same weights of another model, and have the same number of steps and shape of
-/// batches. Runs with equal data seeds then train on the same batches. Hashes of the weights are compared, because the
-/// other model may have been trained further between the starts of two runs.
+/// Whether all runs start from the same weights of one earlier model, train for equally many steps, and have batches of
+/// the same shape. If so, runs with equal data seeds train on the same batches. Compares hashes of the weights, not
+/// paths, because the earlier model may have been trained further between the starts of two runs.
 fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
@@ -326,8 +326,7 @@ fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
 
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // A run that was validated twice makes two arms. The arm validated with the training attention is preferred as the
-    // baseline.
+    // A run with `--eval-attn` makes two arms. The arm without `eval-attn` is preferred as the baseline.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
         let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
@@ -343,7 +342,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     }
     match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &as_text(value)))) {
         Some(at) => Ok(Some(at)),
-        None => Err(Error::new("no arm is the baseline")
+        None => Err(Error::new("no arm has the settings of the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))
             .allowed(labels(arms).join("; "))
             .hint("name one of these with --baseline KEY=VALUE")),
@@ -355,7 +354,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     fn value<'a>(arm: &'a Values, key: &str) -> Option<&'a str> {
         arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
-    // A scheme's settings distinguish arms of that scheme; arms of other schemes differ by the scheme's name.
+    // A label contains a setting of the arm's scheme only if another arm of this scheme has another value.
     let tells = |arm: &Values, key: &str| {
         let own = of_attention(key) && key != "attn" && value(arm, "attn").is_some();
         let differs = |other: &Values| {
@@ -370,7 +369,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     };
     let label = |arm: &Values| {
         let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();
-        // If a label has several settings of a scheme, default values are left out.
+        // If a label would have more than two attention settings, the scheme's default values are left out.
         if kept.iter().filter(|(key, _)| of_attention(key)).count() > 2 {
             kept.retain(|(key, value)| !by_default(arm, key, value));
         }
@@ -380,7 +379,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
 }
 
-/// The label of an arm or panel whose settings give an empty label: the keys that it lacks and others have.
+/// The label of an arm or panel that has no settings to show: the keys that only other arms or panels have.
 fn unset(of: &Values, all: &[Values]) -> String {
     let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
     let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));

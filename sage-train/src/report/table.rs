@@ -31,8 +31,8 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// Number of finished runs, number of seeds if there are fewer seeds than runs, and number of runs in every other
-    /// state.
+    /// The numbers of finished and other runs, for example `2 finished, 1 diverged`. If all runs finished: `3`, or
+    /// `4 runs of 2 seeds`.
     pub fn outcomes(&self) -> String {
         let finished = self.count(Status::Finished);
         let mut text = finished.to_string();
@@ -87,7 +87,7 @@ fn cell(text: &str) -> String {
 }
 
 impl Study {
-    /// The column heads, and whether the column contains text (aligned left) or numbers (aligned right).
+    /// The head of each column, and `true` for text (aligned left), `false` for numbers (aligned right).
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
         if self.has_training() {

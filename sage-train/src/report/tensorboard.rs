@@ -41,7 +41,7 @@ fn bytes(number: u8, content: &[u8], out: &mut Vec<u8>) {
     out.extend(content);
 }
 
-/// The message `Event` with the fields `wall_time` (field number 1), `step` (2) and `content` (`number`).
+/// The message `Event` with the fields `wall_time` (field number 1) and `step` (2), and `content` as field `number`.
 fn event(seconds: f64, step: u64, number: u8, content: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     field(1, DOUBLE, &mut out);
@@ -82,8 +82,7 @@ fn record(content: &[u8]) -> Vec<u8> {
 }
 
 impl EventFile {
-    /// Creates an event file in a folder. `first_step` is the first step that will be written: TensorBoard discards
-    /// earlier files' events from that step on.
+    /// Creates an event file in a folder. `first_step` is the first step that will be written.
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -93,8 +92,7 @@ impl EventFile {
         let file = open_own(&path, File::options().write(true).create(true).truncate(true))?;
         let mut events = Self { file, path };
         events.write(&event(now, 0, 3, b"brain.Event:2"))?;
-        // `SessionLog { status = START }` makes TensorBoard discard the events that earlier files have for this step
-        // and later steps.
+        // `SessionLog { status = START }` makes TensorBoard discard the events of earlier files from `first_step` on.
         events.write(&event(now, first_step, 7, &[1 << 3 | VARINT, 1]))?;
         Ok(events)
     }

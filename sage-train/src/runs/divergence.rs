@@ -1,17 +1,19 @@
-//! Decides whether a run has diverged although all of its numbers are finite. The definition is the same at the end of
-//! a run and in a report, and `docs/runs.md` describes it.
+//! Decides whether a run whose numbers are all finite has diverged. Training and reports use the same definition, which
+//! `docs/runs.md` describes.
 
 use crate::metrics::Point;
 use crate::runs::median;
 
-/// Number of steps whose median training loss is compared, so that single spikes have no effect.
+/// Number of steps in a block. The medians of blocks are compared, so that single spikes have no effect.
 const WINDOW: usize = 16;
 
-/// A training loss that ends this many nats above its lowest value is neither a spike nor noise of the data.
+/// A run has diverged if its training loss ends more than this many nats above its lowest training loss. The noise of
+/// the loss is smaller.
 const RISE: f64 = 1.0;
 
-/// How many nats a loss may be above ln(vocabulary), the loss of the uniform distribution. New models begin a few
-/// hundredths of a nat above it.
+/// A run has diverged if its last validation loss is more than this many nats above its first loss and above
+/// ln(vocabulary), the loss of the uniform distribution. A new model's loss is a few hundredths of a nat above
+/// ln(vocabulary).
 const ABOVE_CHANCE: f64 = 0.1;
 
 /// The reason why a complete run has diverged; `None` if it has not. A run has diverged if, at the end,
@@ -70,7 +72,7 @@ mod tests {
         // The loss fell and then rose again, without reaching ln(vocabulary).
         let lost = of(&|n| if n < 150 { falling(n) } else { 5.0 }, 5.0).expect("lost");
         assert!(lost.contains("ends at 5.000"), "{lost}");
-        // One step of a new model is not a divergence.
+        // After one step, a loss slightly above ln(300) is not a divergence.
         assert_eq!(divergence(&points([5.72].into_iter(), 5.73), 300), None);
         assert_eq!(divergence(&[], 300), None);
     }

@@ -1,4 +1,4 @@
-//! The results of `probe --gradient` in a run's folder.
+//! The file in a run's folder with the results of `probe --gradient`.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::{partial, writing};
 /// File with a list of [`GradientErrors`].
 pub(super) const GRADIENTS: &str = "gradients.json";
 
-/// The recorded results for the run in a folder.
+/// Reads the gradient errors from a run's folder.
 pub(super) fn of(folder: &Path) -> Result<Vec<GradientErrors>> {
     Ok(optional(&folder.join(GRADIENTS))?.unwrap_or_default())
 }

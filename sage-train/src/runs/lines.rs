@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::during;
 
-/// The longest line, in bytes: a probe of every head has a few MB.
+/// The longest allowed line, in bytes. A line of `probes.jsonl` can have a few MB.
 pub(crate) const LONGEST_LINE: u64 = 64 << 20;
 
 /// The text before and after the checksum, which is the last field of a line.
@@ -24,7 +24,8 @@ pub(crate) fn to_line<T: Serialize>(value: &T) -> String {
     format!("{open}{}{checksum:08x}{}", FIELD.0, FIELD.1)
 }
 
-/// The value of a line; `None` if the line does not match its checksum. Lines of earlier versions have no checksum.
+/// The value of a line; `None` if the line does not match its checksum. A line of an earlier version, which has no
+/// checksum, is accepted.
 fn parse<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     const LEN: usize = FIELD.0.len() + 8 + FIELD.1.len();
     let (open, field) = line.split_at(line.len().saturating_sub(LEN));
@@ -102,8 +103,8 @@ mod tests {
             flipped[at] ^= 1 << bit;
             std::fs::write(&path, flipped).expect("a file");
             let read: Lines<Point> = Lines::read(&path).expect("a file");
-            // A flipped bit in the name of the checksum's field does not change a value. A last line without its
-            // newline counts as truncated.
+            // A flip in the field name `crc32c` is not damage, because it changes no value. A flip of the last newline
+            // is not damage either: the last line then counts as truncated.
             let last = at + 1 == whole.len() && read.values.len() == 2;
             assert!(read.damaged.is_some() || read.values == points() || last, "byte {at}, bit {bit}");
         }

@@ -7,9 +7,9 @@ use candle_sage::{Error, Result};
 use super::{CONFIG, ENDING, GRADIENTS, METRICS, PROBES, Run, STARTS};
 use crate::writing;
 
-/// Checks that a command may write its results to a file, before it computes them: the folder must exist, and the file
-/// must not replace a file of a run or a checkpoint, or a file with another extension than `ending`. Device files are
-/// always accepted.
+/// Checks that a command may write its results to a file, before it computes them. The folder must exist. An existing
+/// file must have the extension `ending`, and must not be part of a run or a checkpoint. Device files are always
+/// accepted.
 ///
 /// # Errors
 /// When the file may not be written.
@@ -47,7 +47,7 @@ pub fn check_output(path: &Path, ending: &str) -> Result<()> {
         || name.ends_with(".safetensors")
         || ["log.", "events."].iter().any(|start| name.starts_with(start));
     if own && (Run::is(folder) || folder.join("checkpoint.json").exists()) {
-        return Err(Error::new("a file of a run is not overwritten")
+        return Err(Error::new("the output would overwrite a file of a run")
             .got(path.display())
             .allowed("another name, or a folder without a run")
             .hint(format!("e.g. results.{ending}")));
@@ -55,17 +55,16 @@ pub fn check_output(path: &Path, ending: &str) -> Result<()> {
     if file.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending)) {
         return Ok(());
     }
-    Err(Error::new("a file is overwritten only if it has the extension of the output")
+    Err(Error::new("the existing file does not have the extension of the output")
         .got(path.display())
         .allowed(format!("a new file, or one that ends in .{ending}"))
-        .hint("remove it first if it is not needed"))
+        .hint("remove the file first if it is not needed"))
 }
 
-/// Writes the results of a command, also to a device or pipe. An existing file is overwritten only if it is not a run's
-/// and its extension is `ending`.
+/// Writes the results of a command to a file, device or pipe.
 ///
 /// # Errors
-/// When the file may not be written, or cannot be written.
+/// When [`check_output`] does not accept the file, or the file cannot be written.
 pub fn write_output(path: &Path, ending: &str, text: &str) -> Result<()> {
     check_output(path, ending)?;
     std::fs::write(path, text).map_err(writing(path))

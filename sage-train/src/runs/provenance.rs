@@ -46,7 +46,7 @@ pub struct Start {
     /// Number of ranks that share each sequence.
     #[serde(default = "one")]
     pub context_parallel: usize,
-    /// Sequences of a micro-batch; `None` if an earlier version did not record it.
+    /// Number of sequences in a micro-batch; `None` if an earlier version did not record it.
     #[serde(default)]
     pub micro_batch: Option<usize>,
     /// The hash of the run's initial weights, if they are from another model.
@@ -57,21 +57,21 @@ pub struct Start {
     pub branch: Option<Branch>,
 }
 
-/// The run that the run in `folder` was branched off, if any.
+/// The point at which the run in `folder` was branched off another run; `None` if it was not branched off.
 ///
 /// # Errors
-/// When the file of its starts is damaged.
+/// When the run's `starts.json` cannot be read.
 pub fn branch(folder: &Path) -> Result<Option<Branch>> {
     Ok(branch_of(&optional::<Vec<Start>>(&folder.join(STARTS))?.unwrap_or_default()))
 }
 
-/// The last branch in `starts`. Earlier branches are those of the run that this run was branched off: its starts come
-/// first in `starts`.
+/// The last branch in `starts`. A branched run's starts begin with a copy of the original run's starts, which may
+/// contain earlier branches.
 pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
     starts.iter().rev().find_map(|start| start.branch.clone())
 }
 
-/// The hash of the initial weights of a run with these starts, if they are from another model.
+/// The hash of the run's initial weights, if they are from another model.
 pub fn initial_weights(starts: &[Start]) -> Option<&String> {
     starts.first()?.initial_weights.as_ref()
 }
@@ -81,7 +81,7 @@ fn one() -> usize {
 }
 
 impl Start {
-    /// The start of this process, which trains from step `step`.
+    /// The record of this process, whose training starts at step `step`.
     pub(crate) fn now(
         config: &Config,
         data: &Dataset,
@@ -111,8 +111,9 @@ impl Start {
         }
     }
 
-    /// A message if this start computes sums, such as gradients, in another order than the start `before`. The run
-    /// continues with the same sequences, but its losses are not bit-identical to those of an uninterrupted run.
+    /// A message if this start of the run computes sums, such as gradients, in another order than the run's earlier
+    /// start, `before`. The run continues with the same sequences, but its losses are not bit-identical to those of an
+    /// uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];
         let names = ["ranks", "--context-parallel", "--micro-batch"];

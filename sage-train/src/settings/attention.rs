@@ -17,14 +17,14 @@ use super::text::Text;
 use super::{LayerSettings, Settings, Switch};
 use crate::model::Sla2Config;
 
-/// Table `[attention]`: the attention scheme, and the settings of each scheme.
+/// Table `[attention]`: the kind of attention, and its settings.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AttentionSettings {
-    /// Kind of attention [default: sagebwd]
+    /// Kind of attention; a list such as `fpa,sagebwd` starts a sweep: one run for each kind [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
-    /// Schemes for single layers, instead of --attn: `0,-1=fpa` leaves the first and the last layer unquantized.
+    /// Overrides --attn for single layers: `0,-1=fpa` leaves the first and the last layer unquantized.
     /// Semicolons separate entries: `0=fpa;2-4=sagebwd:products=scores`
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     pub attn_layers: Option<LayerSettings>,
@@ -38,14 +38,14 @@ pub struct AttentionSettings {
     /// tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: which of attention's matmuls are in INT8. `paper`: all except dP; `forward`: S and O in the forward;
-    /// `scores`: S in forward and backward; `forward-and-s`: O, and S in forward and backward. A list adds matmuls of
-    /// the backward to `forward` (s, dv, dq, dk) or to `scores` (dv, dq, dk), as in `forward,s,dv` [default: paper]
+    /// SageBwd: which of attention's matmuls are in INT8. `paper`: all except dP; `forward`: S = Q K^T and O = P V in
+    /// the forward; `scores`: S in forward and backward; `forward-and-s`: as `forward`, and S in the backward. On a CPU
+    /// also a list, such as `forward,s,dv`: first `forward` or `scores`, then matmuls of the backward (s, dv, dq, dk)
+    /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the backward's scales of P, dS and dO. `vector`: one scale for each row or column along
-    /// which a matmul sums; `group-N`: one scale for N adjacent rows or columns; `tile`: one scale for a whole tile
-    /// [default: vector]
+    /// SageBwd: which values of P, dS and dO share a scale in the backward. `vector`: the values of a row (of a column,
+    /// if the matmul sums along columns); `group-N`: of N such rows or columns; `tile`: of a tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: `tokens` or `head-dim` [default: tokens]
@@ -56,13 +56,13 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: number that divides each row of exp(logits) before the row is quantized. `row-max`: the row's largest
-    /// exponential, rounded up to a power of two; `two-level`: as `row-max`, but 2048 times smaller, so that small
-    /// exponentials keep their precision; `literal`: as in the Attn-QAT paper's text, the largest exponential so far
-    /// (forward) and the row's sum (backward) [default: row-max]
+    /// exponential, rounded up to a power of two. `two-level`: 1/2048 of that, so that small exponentials keep
+    /// their precision. `literal`: the largest exponential in the forward and the sum of the
+    /// exponentials in the backward, as in the Attn-QAT paper's text [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
-    /// Attn-QAT: compute the backward's delta = rowsum(dO o O) from an output O whose probabilities P were not
-    /// quantized [default: on]
+    /// Attn-QAT: compute the backward's delta (each row's dot product of dO and O) from an output O whose probabilities
+    /// P were not quantized [default: on]
     #[arg(long, value_enum)]
     pub high_precision_output: Option<Switch>,
     /// Attn-QAT: compute the backward from the quantized query, key and value [default: on]
@@ -96,7 +96,7 @@ impl Attn {
     /// Unquantized attention.
     pub const EXACT: Self = Self(Kind::Dense(Scheme::Unquantized));
 
-    /// Whether `self` and `other` have the same kinds of settings: they are one scheme, or both are forms of SLA2.
+    /// Whether the same settings apply to `self` and `other`: they are equal, or both are forms of SLA2.
     pub(super) fn shares_settings(self, other: Self) -> bool {
         self == other || matches!((self.0, other.0), (Kind::Sla2(_), Kind::Sla2(_)))
     }
@@ -124,7 +124,7 @@ impl Attn {
         matches!(self.0, Kind::Dense(_))
     }
 
-    /// The scheme with its values from `settings`; for SLA2 the scheme of the selected blocks.
+    /// The scheme, with its options taken from `settings`. For SLA2: the scheme of attention to the selected blocks.
     pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
         let scheme = match self.0 {
             Kind::None => return None,
@@ -143,8 +143,8 @@ impl Attn {
 }
 
 impl Attn {
-    /// The resolved settings of this attention: keys and values as in a settings file. `scheme` and `sla2` belong to a
-    /// resolved model.
+    /// The settings of this attention: keys and values as in a settings file. The values are from the resolved `scheme`
+    /// and `sla2`.
     pub fn own_settings(
         self,
         scheme: Option<Scheme>,
@@ -272,8 +272,8 @@ mod tests {
         assert!("sage".parse::<Attn>().is_err());
     }
 
-    /// A setting without a flag would be lost when a run is saved. Tiles need no flag, because they follow from the
-    /// scheme and from `sla2-block`.
+    /// A setting without a flag would be lost when a run is saved. Tile sizes need no flag, because they
+    /// follow from the scheme and from `sla2-block`.
     #[test]
     fn every_setting_of_a_scheme_is_a_flag() {
         let flags = AttentionSettings::DECLARED.iter().map(|(field, _)| field.replace('_', "-"));

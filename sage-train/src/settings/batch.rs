@@ -29,6 +29,6 @@ layer! {
     tokens_per_step,
     micro_batch [Resumable],
     steps [Resumable],
-    // In the identity `steps` stands for `tokens`, rounded up to whole steps.
+    // The identity has the number of steps instead of `tokens`.
     tokens [NotIdentity Resumable],
 }

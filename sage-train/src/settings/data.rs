@@ -18,8 +18,8 @@ pub struct DataSettings {
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, in the formats of --data. With it, no training data is kept for validation [default: the
-    /// validation shards of the training data, or else a fraction of it (--val-fraction)]
+    /// Validation data, in the formats of --data [default: the validation shards of --data; if it has no such shards, a
+    /// fraction of it (--val-fraction)]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
@@ -31,8 +31,8 @@ pub struct DataSettings {
     /// [default: the shards' tokenizer; for text, a tokenizer trained on the text]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or else the
-    /// first common name that the vocabulary has]
+    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: the end-of-sequence token of
+    /// tokenizer_config.json or config.json, or else a well-known end-of-text token of the vocabulary]
     #[arg(long, value_name = "TOKEN")]
     pub end_of_text: Option<String>,
     /// Let each token attend only to tokens of its document [default: off]
@@ -45,8 +45,8 @@ pub struct DataSettings {
     /// 0.05]
     #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
-    /// Vocabulary size of the model, and of the byte-level BPE trained on the data. With --tokenizer or shards, the
-    /// default is instead the tokenizer's size, rounded up to a multiple of 64
+    /// Vocabulary size of the model, and of the byte-level BPE, if the run trains one on its data. With --tokenizer or
+    /// shards, the run trains no BPE, and the default is the tokenizer's size, rounded up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

@@ -1,4 +1,5 @@
-//! Reads settings from keys without tables, such as `lr = 1e-3`: each key is read into the struct of its table.
+//! Reads settings from keys that are not grouped in TOML tables, such as `lr = 1e-3`. Each key sets a field in one of
+//! the structs of [`Settings`].
 //!
 //! A derived `#[serde(flatten)]` would buffer the values, and errors would not name the line of the file.
 
@@ -12,7 +13,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IntoDeserializer, MapAcces
 use super::layer::Layer;
 use super::{Settings, tables};
 
-/// The keys of all settings, and their tables.
+/// The keys of all settings, and for each key the name of its TOML table.
 static KEYS: LazyLock<(Vec<&'static str>, Vec<&'static str>)> =
     LazyLock::new(|| tables::flags().into_iter().map(|(key, table, _)| (&*key.leak(), table)).unzip());
 
@@ -49,7 +50,7 @@ impl<'de> Visitor<'de> for Flat {
     }
 }
 
-/// Reads the key of a setting, and returns it with its table.
+/// Reads the key of a setting. Returns the key and the name of the setting's table.
 struct Key;
 
 impl<'de> DeserializeSeed<'de> for Key {
@@ -111,7 +112,7 @@ impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
 mod tests {
     use super::*;
 
-    /// If the struct of a key's table lacked the key, the error would report an unknown field instead of a wrong value.
+    /// `[[1]]` is a wrong value of every key. An error about an unknown field means that the key's table lacks the key.
     #[test]
     fn every_key_is_set_in_its_table() {
         let (keys, _) = &*KEYS;

@@ -1,11 +1,11 @@
-//! Layers of settings: a value that a layer lacks is taken from the layer below. The macro `layer` lists the settings
-//! of a table, and declares their roles.
+//! Combines tables of settings: values that one table lacks are taken from another. The macro `layer` lists the
+//! settings of a table, and declares their roles.
 
-/// How resuming, comparing and the ranks treat a setting.
+/// A special treatment of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// The identity of a run does not contain the setting as it was typed: the setting determines only the folder, the
-    /// speed or the logging of the run, or another key stands for the setting.
+    /// The typed value is not in a run's identity: either the identity has values that are computed from it, or the
+    /// setting affects only the run's folder, speed or logging.
     NotIdentity,
     /// May change when a run is resumed.
     Resumable,
@@ -17,7 +17,7 @@ pub enum Role {
     NotList,
 }
 
-/// A table of settings, whose missing values can be taken from another table.
+/// A table of settings: a struct of optional fields. Fields that are not set can be taken from another table.
 pub(super) trait Layer {
     /// The fields, with their roles.
     const DECLARED: &'static [(&'static str, &'static [Role])];
@@ -25,7 +25,7 @@ pub(super) trait Layer {
     /// The fields that are set.
     fn given(&self) -> Vec<&'static str>;
 
-    /// The first field that is set and begins with `prefix`, as its flag is written.
+    /// The name of the first field that is set and begins with `prefix`, with `-` for each `_`.
     fn first_of(&self, prefix: &str) -> Option<String> {
         self.given().into_iter().find(|field| field.starts_with(prefix)).map(|field| field.replace('_', "-"))
     }
@@ -34,7 +34,7 @@ pub(super) trait Layer {
     fn or(self, under: Self) -> Self;
 }
 
-/// Implements [`Layer`] for a table. A field of the table that is not listed is a compile error.
+/// Implements [`Layer`] for the struct `$table`. All fields of the struct must be listed, or compilation fails.
 macro_rules! layer {
     ($table:ident: $($field:ident $([$($role:ident)+])?),+ $(,)?) => {
         impl $crate::settings::layer::Layer for $table {

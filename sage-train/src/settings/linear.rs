@@ -33,9 +33,10 @@ pub enum FormatSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalingSetting {
-    /// From the largest values of earlier steps, with room for values 4 times as large; quantizing takes one pass
+    /// Scale from the operand's largest values in earlier steps; values up to 4 times as large do not saturate.
+    /// Quantizing takes one pass over the operand
     Delayed,
-    /// From the operand's largest value in this step; quantizing takes two passes
+    /// Scale from the operand's largest value in this step. Quantizing takes two passes over the operand
     Current,
 }
 
@@ -60,8 +61,7 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
-    /// FP8: how an operand's scale is set: from its largest value in this step (current) or in earlier steps (delayed)
-    /// [default: delayed]
+    /// FP8: how an operand's scale is set [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
     /// FP8: precision of the accumulators of matmuls on a GPU; the two gradient matmuls of the output matrix (LM head)
@@ -108,9 +108,9 @@ impl LinearSettings {
         LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
-    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the
-    /// wider range of E5M2. The element of the target token is much larger: in a sum that contains it, accumulators of
-    /// 14 bits would round the small elements away.
+    /// The precision of the output matrix's matmuls. In FP8, the logits' gradient is in E5M2: most of its elements are
+    /// small probabilities, which need a wider range than that of E4M3. The gradient matmuls sum in f32: accumulators
+    /// of 14 bits would lose small elements that are added to the much larger element of a target token.
     pub fn head_precision(&self) -> LinearPrecision {
         match (self.precision(), self.linear_head.unwrap_or(LinearSetting::Bf16)) {
             (LinearPrecision::Fp8(settings, scaling), LinearSetting::Fp8) => {

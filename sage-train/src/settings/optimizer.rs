@@ -110,13 +110,13 @@ pub struct OptimizerSettings {
     /// Optimizer [default: adamw]
     #[arg(long, value_enum)]
     pub optimizer: Option<OptimizerSetting>,
-    /// Peak learning rate; the default of 325m is from the SageBwd paper
+    /// Peak learning rate; the default of the preset 325m is from the SageBwd paper
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
     /// Learning rate at the end, as a fraction of the peak [default: 0.1, not stated in the SageBwd paper]
     #[arg(long, value_name = "FRACTION")]
     pub min_lr: Option<f64>,
-    /// Steps of linear warm-up; the default is limited to a tenth of the steps
+    /// Steps of linear warm-up; the preset's default is limited to a tenth of the run's steps
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<Quantity>,
     /// Schedule of the learning rate after the warm-up [default: cosine]
@@ -137,7 +137,7 @@ pub struct OptimizerSettings {
     /// Muon: peak learning rate of the matrices of hidden layers [default: --lr]
     #[arg(long, value_name = "LR")]
     pub muon_lr: Option<f64>,
-    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: --warmup-steps]
+    /// Muon: steps of linear learning-rate warm-up for the matrices of hidden layers [default: --warmup-steps]
     #[arg(long, value_name = "N")]
     pub muon_warmup_steps: Option<Quantity>,
     /// Muon: weight decay of the matrices of hidden layers [default: --weight-decay]
@@ -146,11 +146,11 @@ pub struct OptimizerSettings {
     /// Muon: decay of the Nesterov momentum [default: 0.95]
     #[arg(long, value_name = "BETA")]
     pub muon_momentum: Option<f64>,
-    /// Muon: divide each row of the orthogonalized update matrix by the root of the row's running mean square. BETA is
-    /// the decay of this mean (0.95 in NorMuon) [default: rows are not divided]
+    /// Muon: decay of the running mean square of each row of the orthogonalized update (0.95 in NorMuon). Each row is
+    /// divided by the root of this mean square [default: rows are not divided]
     #[arg(long, value_name = "BETA")]
     pub muon_beta2: Option<f64>,
-    /// Muon: polynomials that orthogonalize a matrix's update, by iteration [default: polar-express]
+    /// Muon: polynomials of the iterations that orthogonalize a matrix's update [default: polar-express]
     #[arg(long, value_enum)]
     pub muon_orthogonalization: Option<OrthogonalizationSetting>,
     /// Muon: factor that multiplies the orthogonalized update of a matrix [default: adamw]
@@ -199,9 +199,9 @@ impl OptimizerSetting {
 }
 
 impl OptimizerSettings {
-    /// Removes the warm-ups. They may be longer than the run, if a caller has reduced its number of steps.
+    /// Removes the warm-ups, which may be too long after a caller has reduced the run's number of steps.
     pub fn forget_warmups(&mut self) {
-        // Every field is named, so that the warm-up of a new optimizer cannot be missed here.
+        // All fields are listed, so a new field, such as another warm-up, does not compile until it is added here.
         let Self {
             warmup_steps,
             muon_warmup_steps,
@@ -243,7 +243,7 @@ layer! {
     muon_lr [Resumable],
     muon_weight_decay [Resumable],
     lr [Resumable],
-    // Each schedule has different settings: `Config::identity` adds the settings of the run's schedule.
+    // The identity contains only those of the next four settings that the run's schedule uses: see `Config::identity`.
     min_lr [NotIdentity Resumable],
     warmup_steps [NotIdentity Resumable],
     schedule [NotIdentity Resumable],

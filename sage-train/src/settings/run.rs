@@ -55,7 +55,7 @@ pub struct RunSettings {
     /// Where to train [default: cuda if this build has it]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
-    /// Activations that the backward recomputes instead of storing [default: none]
+    /// Activations that are not stored, but recomputed in the backward [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
     /// Make results bitwise reproducible on a GPU (on a CPU they always are); attention's backward is then slower
@@ -89,9 +89,9 @@ pub struct RunSettings {
     /// Tokens of each validation
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
-    /// In each validation, also compute the loss with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss
-    /// of a model that was not trained for FP4. A scheme's settings follow its name, as in
-    /// `sagebwd:products=scores:key-mean=sample-64`
+    /// In each validation, also compute the loss with this scheme (fpa, sagebwd or attn-qat): `--attn fpa --eval-attn
+    /// attn-qat` shows the FP4 loss of a model that was not trained for FP4. A scheme's settings follow its name, as in
+    /// `sagebwd:products=scores:key-mean=sample-64` [default: no other scheme]
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
     /// Steps between probes, which measure the errors of low-bit attention; 0 for no probes. A probe runs on the CPU
@@ -108,7 +108,7 @@ pub struct RunSettings {
     /// Number of newest checkpoints to keep [default: 2]
     #[arg(long, value_name = "N")]
     pub keep_last: Option<usize>,
-    /// Also keep the checkpoints of steps N, 2N, ..; 0 for none [default: 0]
+    /// In addition to --keep-last, keep the checkpoints of steps N, 2N, ..; 0 for none [default: 0]
     #[arg(long, value_name = "N")]
     pub keep_every: Option<Quantity>,
     /// Tokens of sample text at the end of the run; 0 for none [default: 160]
@@ -147,7 +147,7 @@ layer! {
     peak_tflops [NotIdentity Resumable],
 }
 
-/// Parses a seed. Lists and ranges were split before.
+/// Parses one seed. Lists and ranges are split earlier, in `cli/lists.rs`.
 fn seed(text: &str) -> Result<u64> {
     text.parse().map_err(|_| {
         Error::new("not a seed")

@@ -16,7 +16,7 @@ use super::{AttentionSettings, Attn, Settings};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
-/// The settings of a scheme that a user may set. Tiles are excluded, because they follow from the scheme and from
+/// The settings of a scheme that a user may set. Tile sizes are excluded, because they follow from the scheme and from
 /// `sla2-block`.
 fn own_settings(scheme: &Scheme) -> Vec<(&'static str, String)> {
     scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")).collect()
@@ -38,7 +38,7 @@ impl FromStr for SchemeSetting {
         };
         let known: Vec<&str> = own_settings(scheme).into_iter().map(|(key, _)| key).collect();
         let unusable = |got: String| {
-            Error::new(format!("not a setting of {name}"))
+            Error::new(format!("cannot use the settings of {name}"))
                 .got(got)
                 .allowed(match known.as_slice() {
                     [] => "nothing: it has no settings".into(),
@@ -89,7 +89,7 @@ struct Span {
 const EXAMPLE: &str = "--attn-layers \"0,-1=fpa\" leaves the first and the last layer unquantized";
 
 impl LayerSettings {
-    /// The scheme of each layer that is named, in a model of `layers` layers.
+    /// The scheme of each layer that the setting lists, in a model of `layers` layers.
     ///
     /// # Errors
     /// When the model has no such layer, or a layer has two schemes.
@@ -109,7 +109,7 @@ impl LayerSettings {
     }
 }
 
-/// The layers of `spans`, in a model of `layers` layers.
+/// The indices of the layers in `spans`. The model has `layers` layers.
 fn numbered(spans: &[Span], layers: usize, text: &str) -> Result<Vec<usize>> {
     let numbers = spans.iter().flat_map(|span| span.first..=span.last);
     let layer = |number: i64| {
@@ -211,7 +211,7 @@ impl fmt::Display for LayerSettings {
     }
 }
 
-/// Schemes of layers in one canonical text form.
+/// The scheme of each layer as text. Equal maps have equal texts.
 pub fn in_words_by_layer(schemes: &BTreeMap<usize, Scheme>) -> String {
     let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (layer, scheme) in schemes {

@@ -1,4 +1,4 @@
-//! The settings of table `[sla2]`, and the forms of SLA2.
+//! The settings of SLA2 and its ablations: table `[sla2]`.
 
 use std::str::FromStr;
 
@@ -21,15 +21,14 @@ pub struct Sla2Settings {
     /// `attn-qat` [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the causal (query, key) pairs outside the selected blocks; the diagonal block counts as selected
-    /// [default: 90%, but at least one past block is selected]
+    /// Share of the causal (query, key) pairs that lie outside the selected blocks: `90%` or `0.9`. The diagonal block
+    /// counts as selected [default: 90%, but at least one past block is selected]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
     /// Number of past key blocks that each query block selects, instead of --sla2-sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// Number of the selected blocks that are always the nearest past blocks; the router selects the remaining blocks
-    /// [default: 0]
+    /// Number of nearest past blocks that are always selected; the router selects the remaining blocks [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
     /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, at least 16 and at most
@@ -39,15 +38,15 @@ pub struct Sla2Settings {
     /// Key blocks to which SLA2's linear attention (the tail) attends [default: past]
     #[arg(long, value_enum)]
     pub sla2_tail: Option<TailSetting>,
-    /// Weight alpha of the selected blocks in the output, computed from theta, a learned number per head. The linear
-    /// tail has weight 1 - alpha [default: count]
+    /// How alpha, the weight of the selected blocks in the output, is computed from theta, a learned number per head.
+    /// The linear tail has weight 1 - alpha [default: count]
     #[arg(long, value_enum)]
     pub sla2_alpha: Option<AlphaSetting>,
     /// Steps of dense attention at the start of the run [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// Steps in which the router learns from dense attention: the last N of the steps with dense attention
-    /// (--sla2-dense-steps) [default: 100, at most a tenth of the run]
+    /// The router learns from dense attention in the last N of the --sla2-dense-steps steps [default: 100, at most a
+    /// tenth of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -148,18 +147,18 @@ impl<'de> Deserialize<'de> for Share {
 pub enum TailSetting {
     /// All earlier blocks, including the selected ones
     Past,
-    /// The blocks that are not selected, as published; slow on a GPU, because no kernel computes this tail
+    /// The blocks that are not selected (as in the SLA2 paper); slow on a GPU, because no kernel computes this tail
     Complement,
     /// No tail: attention only to the selected blocks
     None,
 }
 
-/// How the weight of the selected blocks is computed from the learned theta.
+/// How alpha, the weight of the selected blocks in the output, is computed from theta, a learned number per head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
-    /// sigmoid(theta + log(n / m)), where the query sees n tokens in the selected blocks and the diagonal block, and m
-    /// other tokens
+    /// sigmoid(theta + log(n / m)), for a query that sees n tokens in selected blocks (with the diagonal block) and m
+    /// in all others
     Count,
     /// sigmoid(theta), as published
     Constant,
@@ -178,7 +177,7 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The value of `--attn` that selects the resolved form.
+/// The value of `--attn` that belongs to these settings.
 pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     let form = match (sla2.choice, sla2.tail) {
         (Choice::Window, _) => Form::Window,
@@ -189,8 +188,7 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     form.name()
 }
 
-/// Keys and values of the settings without which a model's output cannot be computed from its weights: all except the
-/// training stages.
+/// Keys and values of the settings that another program needs to compute the model's output from its weights.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
     // The name `sla2-sparse` already implies that there is no tail.
@@ -216,14 +214,14 @@ pub(super) fn resolve(
     steps: u64,
     gpu: bool,
 ) -> Result<Sla2Config, Error> {
-    // By default a context has about sixteen blocks. The number of tokens of a block is a power of two.
+    // Tokens of a block. On the CPU the default is about a sixteenth of the context.
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
         return Err(Error::new("sla2-block is not a power of two from 16 to 1024")
             .got(block)
             .allowed("16, 32, 64, 128, ... 1024")
-            .hint("on a GPU it is 128"));
+            .hint("a GPU supports only --sla2-block 128"));
     }
     if gpu && block != 128 {
         return Err(Error::new("SLA2 on a GPU supports one block size")
@@ -238,8 +236,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        // A window consists of the nearest blocks, so `sla2-nearest` is ignored. It may be set, because a run may
-        // inherit it from a run with a router.
+        // A window consists of the nearest blocks, so `sla2-nearest` is ignored. Setting it is not an error, because
+        // it may be inherited from another run.
         nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {
@@ -310,12 +308,12 @@ fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
         return Ok(());
     }
     Err(Error::new("sla2-nearest is out of range")
-        .got(format!("{} nearest of {} blocks", config.nearest, config.blocks))
-        .allowed("at most the number of blocks")
-        .hint("lower --sla2-nearest or raise --sla2-blocks; the router selects the other blocks"))
+        .got(format!("{} nearest of {} selected blocks", config.nearest, config.blocks))
+        .allowed("at most the number of selected blocks")
+        .hint("lower --sla2-nearest or raise --sla2-blocks"))
 }
 
-/// The number of selected blocks that makes the sparsity nearest to `sparsity`.
+/// The number of selected blocks, at most `most`, whose sparsity is closest to `sparsity`.
 fn nearest(config: &Sla2Config, context: usize, most: usize, sparsity: f64) -> usize {
     let distance = |blocks| (Sla2Config { blocks, ..*config }.sparsity(context) - sparsity).abs();
     (0..=most).min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
@@ -339,7 +337,7 @@ mod tests {
             (of(Form::Learned, 3, 3), of(Form::Sparse, 3, 0), of(Form::Window, 3, 1)),
             (Ok(3), Ok(0), Ok(0))
         );
-        assert!(of(Form::Learned, 3, 4).expect_err("too many").to_string().contains("4 nearest of 3 blocks"));
+        assert!(of(Form::Learned, 3, 4).expect_err("too many").to_string().contains("4 nearest of 3"));
     }
 
     #[test]
@@ -360,8 +358,8 @@ mod tests {
         let blocks = |share, context| {
             resolve(Form::Learned, &settings(share), context, 1000, true).map(|config| config.blocks)
         };
-        // For sparsity s and N tokens, the number of blocks is about ((1 - s) (N + 1) / 2 - 64.5) / 128. The exact
-        // number differs slightly, because the first query blocks have fewer past blocks.
+        // For sparsity s and N tokens, each query block selects about ((1 - s) (N + 1) / 2 - 64.5) / 128 past blocks.
+        // The exact number differs slightly, because the first query blocks have fewer past blocks.
         assert_eq!(blocks(0.9, 16384), Ok(6));
         assert_eq!(blocks(0.95, 32768), Ok(6));
         assert_eq!(blocks(0.85, 4096), Ok(2));

@@ -1,6 +1,6 @@
 //! Settings in the tables of a TOML file: `[optimizer] lr = 1e-3` and `lr = 1e-3` at the top of a file are the same.
 //!
-//! The tables are the headings of `--help`: a setting is in the table of its flag's heading.
+//! Each heading of `--help` has a table, which contains the settings of the flags under this heading.
 
 use candle_sage::{Error, Result};
 use clap::{Args as _, Command};
@@ -8,7 +8,8 @@ use toml::{Table, Value};
 
 use super::Settings;
 
-/// A table, the heading of its flags, and the prefix that its flags have but its keys omit.
+/// For each table of settings: its name, the heading of its flags in `--help`, and the prefix that the flags have but
+/// the table's keys omit.
 const TABLES: [(&str, &str, &str); 8] = [
     ("attention", "Attention", ""),
     ("batch", "Batch and length", ""),
@@ -62,7 +63,7 @@ pub fn described() -> Vec<Described> {
         .collect()
 }
 
-/// The settings as flags: name, table, and whether they are switches.
+/// For each setting: its flag, its table in a TOML file, and whether it is a switch.
 pub(super) fn flags() -> Vec<(String, &'static str, bool)> {
     described().into_iter().map(|setting| (setting.flag, setting.table, setting.values == "on|off")).collect()
 }
@@ -92,7 +93,8 @@ fn key_of(table: &str, flag: &str) -> String {
     }
 }
 
-/// The settings by the names of their flags, without tables. Switches may be booleans, in lists too.
+/// Moves the settings of all inner tables into one flat table, whose keys are names of flags. For flags with
+/// the values `on` and `off`, booleans become `on` or `off`.
 ///
 /// # Errors
 /// When a key is in a wrong table, or is given twice. `place` names the file in the error.
@@ -178,7 +180,7 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // A flag that has the name of a table has a different key in that table.
+        // These flags have the names of tables. `key_of` gives each of them a key with another name.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
         assert_eq!(twice, ["linear", "data", "optimizer"]);

@@ -46,7 +46,7 @@ impl std::str::FromStr for Numerics {
             Error::new("unknown numerics of SLA2")
                 .got(format!("`{text}`"))
                 .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
-                .hint("--attn sets the variant of SLA2")
+                .hint("--sla2-numerics takes a scheme; a variant of SLA2 belongs in --attn")
         })
     }
 }

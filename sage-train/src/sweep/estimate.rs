@@ -1,4 +1,4 @@
-//! Estimates how long a sweep takes: measures a few steps of each shape of run, and scales the time to the remaining
+//! Estimates how long a sweep takes: measures a few steps of one run per shape, and scales the time to the remaining
 //! tokens. Runs that differ only in settings such as the seed have the same shape: their steps take equally long.
 
 use std::collections::BTreeMap;
@@ -17,9 +17,9 @@ use crate::runs::{Run, Status, median};
 use crate::signals::{self, SecondSignal};
 use crate::{during, notify, writing};
 
-/// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
-/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so the
-/// first micro-batches of a longer step are enough. On a CPU steps are slow and vary little, so fewer steps are enough.
+/// The number of steps to run for each [`shape`], and the largest number of micro-batches in a step. The first step
+/// is slower than the others, and its time is not used. A step's time is proportional to its number of micro-batches,
+/// so a few micro-batches are enough. On a CPU steps are slow and their times vary little, so fewer steps are enough.
 fn sample(device_kind: DeviceKind) -> (u64, u64) {
     match device_kind {
         DeviceKind::Cpu => (2, 1),
@@ -46,12 +46,12 @@ impl Estimate {
 }
 
 /// Groups the remaining runs by the settings that the time of a step depends on. For one run of each group, measures a
-/// few steps of each stage. The measured runs are written to a scratch folder, which is removed.
+/// few steps of each [`Stage`]. The measured runs are written to a scratch folder, which is removed.
 ///
 /// # Errors
 /// When a run of the sweep cannot be trained on this machine.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
-    // A signal must end the measuring child and remove the scratch folder before this process ends.
+    // After a signal, the child process must end and the scratch folder must be removed before this process ends.
     signals::watch(SecondSignal::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
@@ -93,8 +93,7 @@ fn remaining(config: &Config, done: u64) -> [(Stage, u64); 3] {
         .map(|stage| (stage, (done..config.steps).filter(|&step| stage_of(step) == stage).count() as u64))
 }
 
-/// A key for the settings that the time of a step depends on: the identity without settings that change only the
-/// computed values.
+/// A key for the settings that the time of a step depends on.
 fn shape(config: &Config) -> String {
     let mut identity = config.identity();
     for key in [
@@ -187,12 +186,13 @@ fn measure_in(config: &Config, stage: Stage, scratch: &Path) -> Result<f64> {
     }
 }
 
-/// Waits for a measuring child. A signal kills the child at once, because a measurement has nothing to save.
+/// Waits for a child process that measures speed. If this process receives a signal, it kills the child at once,
+/// because a measurement has nothing to save.
 fn wait(mut child: Child) -> Result<ExitStatus> {
     loop {
         let ended = child.try_wait().map_err(during("cannot wait for a run"))?;
-        // A signal from the terminal reaches the child too, and the child may end first: the signal is
-        // checked before the status.
+        // A signal from the terminal reaches the child too, and the child may end first: the signal is checked
+        // before the child's exit status.
         if let Some(signal) = signals::received() {
             let _ = child.kill();
             let _ = child.wait();

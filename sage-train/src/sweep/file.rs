@@ -1,4 +1,4 @@
-//! The description of a sweep: a TOML file, or lists on the command line.
+//! The description of a sweep: a TOML file, or lists of values on the command line.
 
 use std::path::Path;
 
@@ -32,9 +32,9 @@ use crate::{during, read_small};
 pub struct Spec {
     /// The question that the sweep answers, as a title.
     pub about: Option<String>,
-    /// Settings that the command line must set, because the file cannot, for example `["data", "init-from"]`.
+    /// Settings that the command line must set, for example `["data", "init-from"]`.
     pub needs: Vec<String>,
-    /// How to get values for `needs`: the hint of the error about a missing setting.
+    /// How to get values for the settings in `needs`. This is the hint of the error about a missing setting.
     pub needs_hint: Option<String>,
     /// Settings that identify the baseline arm, for example `{ attn = "fpa" }`.
     pub baseline: Table,
@@ -42,7 +42,7 @@ pub struct Spec {
     pub settings: Table,
     /// Lists of values; all combinations of them are run.
     pub grid: Table,
-    /// Sets of settings, each of which is run with the whole grid.
+    /// Sets of settings. Each set is run with each combination of the values in `grid`.
     pub points: Vec<Table>,
 }
 
@@ -66,8 +66,8 @@ impl Spec {
         let spec: Self = toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
                 .got(short_message(&error))
-                .allowed("about, baseline, needs, needs-hint, [settings], [grid], [[points]]")
-                .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
+                .allowed("the keys about, baseline, needs, needs-hint; the tables [settings], [grid], [[points]]")
+                .hint("keys of [settings], [grid] and [[points]] are the long flags without the leading `--`, e.g. seed = [1, 2, 3]")
         })?;
         Ok(Self {
             settings: flat(spec.settings, &format!("[settings] of {name}"))?,
@@ -89,8 +89,8 @@ impl Spec {
     /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
     /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // If a key has a list on the command line, the key is removed from this table. An `attn` that is not a list
-        // stays, because the table's other settings belong to it. The run's `attn` is the command line's nevertheless.
+        // Removes the keys for which the command line has a list. An `attn` that is not a list stays, because
+        // `merged` drops attention settings that belong to another `attn` than the run's.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
@@ -147,8 +147,8 @@ impl Spec {
 /// More runs than this are probably a mistake, and are rejected.
 const MOST_RUNS: usize = 10_000;
 
-/// Merges layers of settings, the topmost first. The attention settings of a layer belong to the attention (`attn`)
-/// that the layer names, or else to the run's attention. Settings of another attention than the run's are dropped.
+/// Merges layers of settings; earlier layers have priority. If a layer's `attn` differs from the merged `attn`, drops
+/// the layer's other attention settings except `qk_norm`, unless both are variants of SLA2.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attention.attn);
     let only = Settings::with(|s| s.attention.attn = attn);
@@ -166,7 +166,7 @@ fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
         Error::new(format!("invalid settings in {place} of the sweep"))
             .got(short_message(&error))
-            .allowed("keys and values, where a key is a long flag of sage-train without the dashes")
+            .allowed("keys and values, where a key is a long flag of sage-train without the leading `--`")
             .hint("lists of values belong in [grid] or [[points]]")
     })
 }
@@ -202,9 +202,9 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
 /// Number of validations of a run that does not set their frequency: enough for a curve.
 const VALIDATIONS: u64 = 20;
 
-/// Runs without a set length train on as many tokens as their preset's run, so that runs with more tokens per step have
-/// fewer steps, as in the SageBwd paper. A run without a set `eval-every` has about [`VALIDATIONS`] validations. The
-/// default of its `checkpoint-every` is the preset's `eval-every`.
+/// Runs that do not set their length train on their preset's default number of tokens, so runs with more tokens per
+/// step have fewer steps, as in the SageBwd paper. If a run does not set `eval-every`, it has about
+/// [`VALIDATIONS`] validations, and its `checkpoint-every` defaults to the preset's `eval-every`.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
@@ -218,7 +218,7 @@ fn with_equal_budget(mut run: Settings) -> Settings {
         run.run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
         run.run.checkpoint_every = run.run.checkpoint_every.or(preset.run.eval_every);
     }
-    // A sample of text is not needed for each run of a sweep.
+    // By default, runs of a sweep generate no sample text.
     run.run.sample_tokens = run.run.sample_tokens.or(Some(0));
     run
 }
@@ -294,8 +294,8 @@ mod tests {
         );
         let smoothing: Vec<_> = runs.iter().map(|run| run.attention.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
-        // The file of one run, with a list that adds another scheme: the file's smoothing applies only to the file's
-        // scheme.
+        // The file describes one run, and the command line lists two schemes: the file's smoothing applies only to the
+        // file's scheme.
         let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
         let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
         let runs = file.runs(&Settings::default(), &lists).expect("runs");

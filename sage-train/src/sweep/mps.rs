@@ -1,10 +1,9 @@
 //! NVIDIA's Multi-Process Service (MPS): kernels of several processes run on a GPU concurrently instead of in
 //! time slices.
 //!
-//! A small model leaves a GPU idle between launches. In tokens/s with start-up included, four processes reach 1.7M
-//! together in time slices, and 2.2M under MPS. A single process reaches 0.6M, or 2.1M if its start-up is not counted
-//! (mini preset, one H100; `docs/sweeps.md`). MPS reduces isolation: a GPU fault of one
-//! process, such as an out-of-bounds access, ends all processes that share the server.
+//! A small model leaves a GPU idle between launches. Four processes together reach 1.7M tokens/s in time slices,
+//! and 2.2M under MPS (start-up included; mini preset, one H100; `docs/sweeps.md`). MPS reduces isolation: a GPU fault
+//! of one process, such as an out-of-bounds access, ends all processes that share the server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -33,8 +32,8 @@ pub(super) struct Mps {
 }
 
 impl Mps {
-    /// Starts a server. Returns `None` if MPS is not installed, or if a server is already running. The runs use a
-    /// running server by default.
+    /// Starts a server. Returns `None` if MPS is not installed, or if a server is already running (the runs then use
+    /// that server).
     pub(super) fn start() -> Option<Self> {
         if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new(USUAL).join("control").exists()
         {
@@ -45,7 +44,7 @@ impl Mps {
         let folder = std::env::temp_dir().join(format!("sage-train-mps-{}", std::process::id()));
         std::fs::create_dir_all(&folder).ok()?;
         let mps = Self { folder };
-        // A client numbers GPUs as if there were no server, so the server must see all GPUs.
+        // The runs select GPUs by the machine's GPU numbers, so the server must see all GPUs.
         let mut server = Command::new(CONTROL);
         let server = mps.set(&mut server).env_remove("CUDA_VISIBLE_DEVICES").arg("-d");
         let started = server.stdin(Stdio::null()).output();

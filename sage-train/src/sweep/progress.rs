@@ -16,7 +16,7 @@ use crate::quantity::grouped;
 use crate::runs::{LONGEST_LINE, METRICS, Status};
 use crate::{bar, notify};
 
-/// Time between two lines if there is no terminal.
+/// Interval between progress lines if standard error is not a terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
 /// Progress of a sweep. It is read from the metrics files of the runs.
@@ -30,7 +30,7 @@ pub struct Progress {
     /// Tokens of the runs that have ended or were skipped; for an interrupted run, tokens of its completed steps.
     done: u64,
     began: Instant,
-    /// Tokens that were trained before the sweep started, or by other processes. They are not part of the speed.
+    /// Tokens that other processes trained, earlier or at the same time. The speed does not count them.
     before: u64,
     last_line: Instant,
     ended: usize,
@@ -130,7 +130,7 @@ impl Progress {
         self.print(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
     }
 
-    /// Reads the metrics that the runs have written since the last call, and updates bars or lines.
+    /// Reads the metrics that the runs have written since the last call, and shows the progress.
     pub(super) fn refresh(&mut self) {
         for watched in self.under_way.values_mut() {
             if let Some(point) = watched.last_point() {

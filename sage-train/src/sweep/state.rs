@@ -61,7 +61,7 @@ pub(super) struct RunFolder {
 }
 
 impl RunFolder {
-    /// The name of the folder, which also names the run's files in the plan folder.
+    /// The name of the folder.
     pub(super) fn name(&self) -> String {
         Self::name_of(&self.folder)
     }
@@ -92,7 +92,7 @@ impl Sweep {
             let Ok(Some(starts)) = optional::<Vec<Start>>(&folder.join(STARTS)) else { continue };
             let Some(began) = initial_weights(&starts) else { continue };
             if !now.contains_key(from) {
-                // If the folder is missing, no run can start from it; a finished sweep does not need the folder.
+                // If the weights in `from` cannot be read, that is not an error: a finished sweep does not need them.
                 let Ok(hash) = initial::fingerprint(from) else { continue };
                 now.insert(from.clone(), hash);
             }
@@ -103,8 +103,8 @@ impl Sweep {
                 .got(format!("{}: {} has changed", folder.display(), from.display()))
                 .allowed("the weights that the sweep started from")
                 .hint(
-                    "a checkpoint does not change: --init-from RUN/checkpoints/step-N; or start a new sweep \
-                     with --name",
+                    "restore the weights, or start a new sweep with --name; weights in RUN/checkpoints/step-N do \
+                     not change",
                 ));
             }
         }
@@ -137,9 +137,8 @@ impl Sweep {
         RunFolder { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
-    /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names are not
-    /// compared: a name contains the settings in which the runs of its plan differ, and the runs of a later plan may
-    /// differ in other settings.
+    /// The folder of each planned run: an existing folder with a run of this identity, else an unused path. The names
+    /// of runs are not compared, because two plans may give the same run different names.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
         let of =
@@ -157,8 +156,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder inside the sweep's folder. A process may end before it writes settings and metrics into its folder.
-    /// Such a folder belongs to the run whose settings are in the plan folder under the same name.
+    /// Every folder inside the sweep's folder. If a folder has neither settings nor metrics, because its process ended
+    /// early, its identity is that of the settings in `SWEEP/plan/NAME.toml`.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries
@@ -185,8 +184,8 @@ impl Sweep {
     fn state(&self, run: &PlannedRun, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
-        // `Run::read` corrects the ending of a run that has diverged. If the run cannot be read, the ending that its
-        // folder records counts.
+        // `Run::read` changes the status `Finished` to `Diverged` if the run has diverged. For a run that cannot be
+        // read, the status in `ending.json` is used unchanged.
         let ending_of_run =
             read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
         if let Some(status) = ended(ending_of_run.map(|ending| ending.status)) {
@@ -207,7 +206,8 @@ impl Sweep {
         if checkpoint::newest(folder).is_some() { State::CutOff } else { State::Waiting }
     }
 
-    /// A file in the plan folder: the settings that a sweep gave the run in the folder `name` at its last start.
+    /// The file in the plan folder that holds the settings of the run in the folder `name`. It is written at each start
+    /// of the run.
     pub(super) fn asked_file(&self, name: &str) -> PathBuf {
         self.folder.join(PLAN).join(format!("{name}.toml"))
     }
@@ -221,8 +221,8 @@ impl Sweep {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
 
-    /// Before a run without a checkpoint starts again, moves the folder of its earlier attempt into the plan folder.
-    /// Returns false, and moves nothing, if another process holds the folder's lock.
+    /// Moves the folder of a run without a checkpoint into the plan folder, before the run starts again. Returns false,
+    /// and moves nothing, if another process has locked the run's folder.
     pub(super) fn set_aside(&self, place: &RunFolder) -> Result<bool> {
         let folder = &place.folder;
         if !folder.exists() {

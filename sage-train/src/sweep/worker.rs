@@ -62,12 +62,13 @@ struct Job {
     child: Child,
     index: usize,
     place: RunFolder,
-    /// Index of the slot: the run uses device `slot / jobs`.
+    /// Index of the slot. With `n` slots per device, the run uses device `slot / n`.
     slot: usize,
     stopping: bool,
 }
 
-/// Executes all open runs. A run that fails is counted in [`RunCounts::failed`], and is not an error of the sweep.
+/// Executes the runs that remain to be done. A run that fails is counted in [`RunCounts::failed`], and is not an error
+/// of the sweep.
 ///
 /// # Errors
 /// When the folder cannot be written, or a child cannot be started.
@@ -85,7 +86,8 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<RunCounts> {
     match (shares, mps.is_some()) {
         (true, true) => notify("runs share GPUs through NVIDIA's MPS"),
         (true, false) => notify(
-            "no NVIDIA MPS server was started for this sweep: runs use an existing server or time slices",
+            "this sweep started no NVIDIA MPS server: its runs use a server that is already running, or take \
+             turns on a GPU",
         ),
         _ => {}
     }
@@ -229,7 +231,7 @@ fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     Ok(ended)
 }
 
-/// Whether the stop signal itself ended the process, which happens before the process has installed its handler.
+/// Whether a stop signal killed the process. This happens only before the process installs its signal handler.
 fn terminated(status: ExitStatus) -> bool {
     #[cfg(unix)]
     return std::os::unix::process::ExitStatusExt::signal(&status).is_some_and(|signal| {
@@ -309,7 +311,7 @@ impl Sweep {
         self.plan_folder().join(format!("{name}.stderr"))
     }
 
-    /// The state of a run whose child has ended. Writes a crash record if the child did not record its end.
+    /// The state of a run whose child has ended. Writes a crash record if the state is [`State::Crashed`].
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
         let (folder, name) = (&job.place.folder, job.place.name());
         let now = || self.place(&self.runs[job.index], folder.clone()).state;

@@ -5,7 +5,7 @@ use crate::metrics::Point;
 /// Largest number of recent steps that a step is compared with.
 const WINDOW: usize = 128;
 
-/// Smallest number of recent steps. If fewer are known, no step counts as a spike.
+/// Smallest number of recent steps that a step is compared with. With fewer, no step counts as a spike.
 const FEWEST: usize = 16;
 
 /// Mean and standard deviation of the losses and of the gradient norms of recent steps, without skipped
@@ -26,8 +26,8 @@ pub struct Limits {
 }
 
 impl Recent {
-    /// The statistics that are known when step `step` (from 0) is launched. On a GPU a step is launched before the
-    /// results of the previous step arrive, so the previous step is excluded on every device, and also after a resume.
+    /// The statistics that are known when step `step` (from 0) is launched. They exclude the previous step:
+    /// on a GPU its results arrive after the launch. CPU runs and resumed runs exclude it for consistency.
     pub fn before(step: u64, points: &[Point]) -> Option<Self> {
         let known = &points[..points.len().min((step as usize).saturating_sub(1))];
         let counted: Vec<&Point> = known.iter().rev().filter(|point| !point.skipped).take(WINDOW).collect();

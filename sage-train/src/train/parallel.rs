@@ -17,14 +17,15 @@ pub struct Parallel {
     pub context: usize,
     /// When gradients are reduced.
     pub overlap: Overlap,
-    /// [`Mesh::piece`]. `None` means `PIECE`, or `PIECE_BESIDE` during a backward.
+    /// Target number of gradient elements per transfer ([`Mesh::piece`]). `None` means `PIECE`, or `PIECE_BESIDE` for
+    /// transfers during a backward.
     pub piece: Option<usize>,
     /// Whether copy engines (units of the GPU that only copy memory) transfer gradients and weights within a node.
     pub engines: CopyEngines,
 }
 
 impl Parallel {
-    /// Connects the ranks' devices, for steps of `tokens` tokens.
+    /// Connects the ranks' devices. In a step, all ranks together process `tokens` tokens.
     ///
     /// # Errors
     /// When the ranks are not distributed evenly among the nodes, or their devices cannot reach each other.
@@ -34,7 +35,8 @@ impl Parallel {
         Ok(ranks.planned(|mesh| self.plan(mesh, tokens)))
     }
 
-    /// `mesh` with its plan for reducing gradients in steps of `tokens` tokens.
+    /// Returns `mesh` with its fields `during_backward` and `piece` set. In a step, all ranks together process `tokens`
+    /// tokens.
     pub fn plan(&self, mesh: Mesh, tokens: u64) -> Mesh {
         let few = tokens / (mesh.rank().of as u64) < FEW_TOKENS;
         let during_backward = mesh.rank().of > 1
@@ -65,8 +67,8 @@ pub enum Overlap {
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     #[value(alias = "beside")]
     During,
-    /// On several nodes: `during`. On one node: `during` if copy engines (DMA units of the GPUs) transfer the gradients
-    /// and each GPU has fewer than 16k tokens a step, otherwise `after`
+    /// On several nodes: `during`. On one node: `during` if copy engines transfer the gradients (--copy-engines) and
+    /// each GPU has fewer than 16k tokens a step, otherwise `after`
     Auto,
 }
 
@@ -77,8 +79,8 @@ pub(super) fn summary(mesh: Mesh) -> String {
     format!("{} ranks: gradients are exchanged {when} the backward{engines}", mesh.rank().of)
 }
 
-/// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that each group
-/// has a micro-batch to compute.
+/// Checks that a step can be divided among `ranks` ranks. Each group of `context` ranks computes the same sequences
+/// together, and needs at least one micro-batch.
 ///
 /// # Errors
 /// When a sequence cannot be split into `context` parts, or a group would have no micro-batch.
@@ -139,7 +141,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
             );
         }
     }
-    // A key head and all query heads of its group share one selection, so ranks cannot share a key head.
+    // In SLA2, the query heads of one key head use the same selection of blocks, so one rank must compute all of them.
     if model.sla2.is_some() && !model.key_heads.is_multiple_of(context) {
         return wrong(
             format!("{} key heads", model.key_heads),
@@ -153,7 +155,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// `auto` makes the choices that are faster according to docs/several-gpus.md.
+    /// `Overlap::Auto` chooses what is faster according to docs/several-gpus.md.
     #[test]
     fn gradients_travel_when_it_is_faster() {
         let node = Mesh::node(Rank { index: 0, of: 2 });

@@ -13,8 +13,8 @@ use crate::metrics::Point;
 use crate::ranks::Rank;
 use crate::{bar, notify, open_own, printable};
 
-/// Interval between progress lines if standard error is not a terminal. `QUIET_LOG`: the interval between step lines in
-/// the log, after the first `FIRST_STEPS` steps.
+/// Interval between progress lines on standard error if it is not a terminal. `QUIET_LOG`: the interval between step
+/// lines in the log file, after the first `FIRST_STEPS` steps.
 const QUIET: Duration = Duration::from_secs(5);
 const QUIET_LOG: Duration = Duration::from_secs(10);
 const FIRST_STEPS: u64 = 10;
@@ -27,7 +27,7 @@ pub(super) struct Progress {
     log: Option<(PathBuf, OnceCell<Option<File>>)>,
     /// True on rank 0. The other ranks print only warnings.
     speaks: bool,
-    /// The step at which the clock started.
+    /// The number of steps done at `started`.
     first: u64,
     started: Instant,
     last_line: Instant,
@@ -89,7 +89,7 @@ impl Progress {
             (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),
             _ => String::new(),
         };
-        // A line shows only what its step measured. The bar remains on screen, so it also shows the last validation.
+        // The line shows only what this step measured. The progress bar always shows the last validation loss.
         let (step, steps, lr) = (point.step, self.steps, point.lr);
         let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
         let (early, ends) = (step - self.first <= FIRST_STEPS, step == steps);

@@ -19,7 +19,7 @@ use crate::{notify, open_own, partial, writing};
 
 const CSV: &str = "metrics.csv";
 
-/// The folder of one run. Only rank 0 writes to it; on the other ranks most methods that write do nothing.
+/// The folder of one run. Only rank 0 opens it for writing.
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
@@ -35,7 +35,7 @@ pub(super) struct RunDir {
 #[derive(Debug, Clone)]
 pub(super) struct OpenFolder {
     path: PathBuf,
-    /// An open folder keeps its inode after its removal, so that no other folder gets the same inode number.
+    /// Open, so that no other folder can get this folder's inode number, even if this folder is removed.
     #[cfg(unix)]
     handle: std::sync::Arc<File>,
 }
@@ -68,12 +68,13 @@ impl OpenFolder {
         match (self.handle.metadata(), std::fs::metadata(&self.path)) {
             (Ok(own), Ok(now)) => (own.dev(), own.ino()) == (now.dev(), now.ino()),
             (_, Err(error)) => !matches!(error.kind(), NotFound | NotADirectory),
-            // A temporary error of the disk does not mean that the folder was removed: the next write reports it.
+            // A temporary disk error does not mean that the folder was removed. The next write reports the error.
             (Err(_), Ok(_)) => true,
         }
     }
 
-    /// Systems other than Unix do not allow the renaming of a folder in which a file is open.
+    /// Only checks that the path is a folder: it cannot be another folder, because systems other than Unix do not
+    /// rename a folder in which a file is open.
     #[cfg(not(unix))]
     fn is_there(&self) -> bool {
         self.path.is_dir()
@@ -144,7 +145,7 @@ impl RunDir {
         Ok((folder, points))
     }
 
-    /// Opens a run's folder to which only another rank writes. Also returns the metrics up to `step`.
+    /// Opens a run's folder for a rank that does not write to it. Also returns the metrics up to `step`.
     pub(super) fn open_read_only(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
         Ok((Self { path, opened: None, writer: None, _lock: None }, points))
@@ -157,7 +158,7 @@ impl RunDir {
         Ok(Self { path, opened, writer: Some(Writer { metrics, csv, events }), _lock: lock })
     }
 
-    /// Rewrites the metrics after a value of an earlier step became known.
+    /// Replaces the contents of the metrics files by `points`.
     pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
         self.check_there()?;
         if let Some(writer) = &mut self.writer {
@@ -186,7 +187,7 @@ impl RunDir {
         self.opened.clone()
     }
 
-    /// The path of a rank's log. Rank 0's log is created here, the logs of other ranks with their first message.
+    /// The path of a rank's log. Creates the log of rank 0. On another rank, the first message creates the log.
     pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
         if !rank.is_first() {
             return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
@@ -230,7 +231,7 @@ impl RunDir {
         write_json(&path, &list)
     }
 
-    /// The entries that [`RunDir::add_json`] wrote; empty if there is no such file.
+    /// The entries that [`RunDir::add_json`] wrote to the file `name`; empty if the file does not exist.
     pub(super) fn read_json<T: DeserializeOwned>(&self, name: &str) -> Result<Vec<T>> {
         Ok(optional(&self.path.join(name))?.unwrap_or_default())
     }
@@ -276,7 +277,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     // The steps after the checkpoint are trained again, so damage in their lines does not matter.
     let mut points = first_of(&mut Lines::read(&file)?.values.into_iter());
     if points.len() as u64 != step {
-        // A line is damaged; the CSV file contains the same numbers.
+        // A line of the metrics is damaged or missing; the CSV file contains the same metrics.
         let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
         let mut lines = csv.lines();
         let head = lines.next().unwrap_or_default();
@@ -320,7 +321,7 @@ fn begin(path: &Path, text: &str) -> Result<File> {
 }
 
 fn taken(path: &Path) -> Error {
-    // An unreadable ending counts as missing, because the folder is refused anyway.
+    // A run whose end cannot be read counts as unfinished: this changes only the hint.
     let finished = ending(path).ok().flatten().is_some_and(|ending| ending.status == Status::Finished);
     Error::new("the run's folder exists already")
         .got(path.display())

@@ -21,8 +21,8 @@ impl Requests {
 }
 
 /// The layout of a rank's report on a step, in f64 numbers: the losses of its micro-batches (padded with a zero on
-/// ranks with one micro-batch fewer), the sum of squares of the gradient shards that it owns, its requests, and the
-/// time that its gradients took in the previous step.
+/// ranks with one micro-batch fewer), the sum of squares of its gradient shards, its [`Requests`], and the seconds that
+/// its forward and backward took in an earlier step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
     /// Micro-batches in a step, over all ranks.
@@ -31,7 +31,8 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Count of the numbers after the sum of squares: two requests (signal, save) and the time.
+    /// How many numbers of a report follow the sum of squares: two requests (signal, save), and the seconds of forward
+    /// and backward.
     pub(super) const REST: usize = 3;
 
     pub(super) fn of(config: &Config, ranks: &Ranks) -> Self {
@@ -51,21 +52,22 @@ impl Report {
         self.mesh.rank().of
     }
 
-    /// The indices of the losses in the concatenated reports: for each micro-batch in order, one index for each part of
-    /// its sequences. Micro-batch `k` belongs to group `k mod groups`.
+    /// The indices of the losses in the concatenated reports: for each micro-batch in order, one index for each rank of
+    /// the group that computes it. The ranks of a group share each sequence. Group `k mod groups` computes micro-batch
+    /// `k`.
     pub(super) fn places_of_losses(self) -> impl Iterator<Item = Vec<usize>> {
         let (groups, parts) = (self.mesh.data().of, self.mesh.context);
         let place = move |k: usize, part: usize| (k % groups * parts + part) * self.len() + k / groups;
         (0..self.micro_batches).map(move |k| (0..parts).map(|part| place(k, part)).collect())
     }
 
-    /// The indices of the sums of squares. Only the reports of one node are used, because all nodes have the
-    /// same sums.
+    /// The indices of the sums of squared gradients in the concatenated reports. Only the reports of one node are
+    /// used, because all nodes have the same sums.
     pub(super) fn places_of_squares(self) -> impl Iterator<Item = usize> {
         (0..self.mesh.shard.of).map(move |rank| rank * self.len() + self.losses())
     }
 
-    /// The losses of all micro-batches; each is the mean over the parts of the sequences.
+    /// The losses of all micro-batches. Each loss is the mean over the ranks that share the micro-batch's sequences.
     pub(super) fn losses_of_all(self, reports: &[f64]) -> Vec<f64> {
         let sum = |places: Vec<usize>| places.into_iter().map(|place| reports[place]).sum::<f64>();
         self.places_of_losses().map(|places| sum(places) / self.mesh.context as f64).collect()
@@ -79,7 +81,8 @@ impl Report {
         reports.chunks_exact(self.len()).map(of_rank).fold(Requests::default(), Requests::or)
     }
 
-    /// The rank that took longest, and its time divided by the median; `None` while no step was timed.
+    /// The rank that took longest, and its time divided by the median time of all ranks. `None` for a single rank, and
+    /// until a step was timed.
     pub(super) fn slowest(self, reports: &[f64]) -> Option<(usize, f64)> {
         let times: Vec<f64> =
             reports.chunks_exact(self.len()).map(|report| report[self.losses() + 3]).collect();
@@ -107,8 +110,8 @@ mod tests {
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Requests { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same reports, read as the reports of two ranks that share each sequence: three micro-batches in two
-        // parts. The ranks are on separate nodes (in a real mesh, on one), so only one sum of squares is used.
+        // The same reports, read as the reports of two ranks that share each sequence. Each rank is on a separate node
+        // here. Only the first node's sum of squares is used.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
         let report = Report { micro_batches: 3, mesh };

@@ -26,12 +26,12 @@ use crate::runs::usual_speed;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
-/// Largest number of updates in a row that may be skipped: a longer deviation is not a spike, and the model does not
-/// learn while updates are skipped.
+/// Largest number of updates in a row that may be skipped as spikes. A loss or gradient norm that stays high for more
+/// steps is not a spike.
 const MOST_SKIPPED: usize = 64;
 
-/// A rank is reported as slow if its time is the longest, and above this multiple of the ranks' median time, in each of
-/// this many consecutive steps.
+/// A rank is reported as slow if, in each of `SLOW.1` consecutive steps, its time is the longest and above `SLOW.0`
+/// times the ranks' median time.
 const SLOW: (f64, usize) = (1.1, 20);
 
 /// A run in progress.
@@ -48,9 +48,9 @@ pub(super) struct Run<'a> {
     pub(super) points: Vec<Point>,
     /// The first step of this process, from 0.
     pub(super) first: u64,
-    /// The error, if writing the weights of the last validation failed.
+    /// The error, if the weights could not be saved at the last validation.
     pub(super) unsaved: Option<Error>,
-    /// The verification of the shards that the run reads.
+    /// The thread that verifies shards; `None` on all ranks except rank 0.
     pub(super) verification: Option<Verification>,
     /// The rank that was last reported as slow.
     pub(super) slow: Option<u64>,
@@ -78,7 +78,7 @@ impl Run<'_> {
 
     fn steps(&mut self, feed: &Feed) -> std::result::Result<(), Stop> {
         let config = self.config;
-        // A GPU gets its next step before the host reads the results of the step before.
+        // On a GPU, step n + 1 is launched before the host reads the results of step n.
         let ahead = self.trainer.is_asynchronous();
         let alone = self.ranks.rank().of == 1;
         // Ranks may have read the initial weights from separate files, which must be equal.
@@ -100,15 +100,15 @@ impl Run<'_> {
             }
             under_way = launched?;
             if let Some(signal) = signals::received().filter(|_| under_way.is_none()) {
-                // The signal interrupted this step. The steps before this step are saved.
+                // The signal interrupted this step, so the checkpoint contains only the steps before it.
                 if step != saved {
                     self.checkpoint(step);
                 }
                 self.checkpoints.wait()?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step)));
             }
-            // A single process acts on its own requests at once. Several ranks act on requests when these arrive with
-            // the results of a step.
+            // A single process acts on its requests immediately. Several ranks exchange requests together with the
+            // results of a step, so that all ranks act on them after the same step.
             if alone {
                 asked = Requests { signal: signals::received(), ..asks };
             }
@@ -164,13 +164,13 @@ impl Run<'_> {
 
     /// Starts to write a checkpoint. An error of the previous checkpoint is reported and does not stop the run.
     pub(super) fn checkpoint(&mut self, step: u64) {
-        // The other ranks wait for this rank even if its disk is slow, so the limit for stalls does not apply.
+        // This rank's disk may be slow: `while_peers_wait` lets the other ranks wait longer than usual.
         if let Err(error) = self.ranks.channel().while_peers_wait("a checkpoint", || self.checkpoints.wait())
         {
             self.progress.print(&format!("warning: {error}"));
         }
-        // A rank that cannot copy its state still takes part and reports the error: a checkpoint needs all ranks.
-        let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
+        // All ranks must call `save`, even a rank with an error here. The next `self.checkpoints.wait()` returns it.
+        let copy = || self.trainer.state().map_err(during("cannot copy the state for the checkpoint"));
         let synced = self.ranks.channel().while_peers_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
         self.checkpoints.save(step, state);
@@ -181,8 +181,8 @@ impl Run<'_> {
             return Error::new("interrupted in the first step: nothing was saved")
                 .got(format!("signal {signal}"))
                 .hint(match self.config.name.is_some() {
-                    true => "the same command with --resume auto starts it again",
-                    false => "the same command starts it again",
+                    true => "the same command with --resume auto starts the run again",
+                    false => "the same command starts the run again",
                 });
         }
         Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
@@ -202,15 +202,14 @@ impl Run<'_> {
         };
         let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
         if let Some(model) = &self.trainer.under_eval_attn {
-            // A non-finite loss is a valid result here and does not stop the run, because training does not use this
-            // scheme.
+            // A non-finite loss is omitted and does not stop the run: training does not use the scheme of --eval-attn.
             point.eval_attn_loss = Some(measure(model)?.loss).filter(|loss| loss.is_finite());
         }
         if !loss.is_finite() {
             self.record(point.clone())?;
             return Err(Stop::Diverged(
                 Error::new(format!("stopped: the validation loss is {loss} after step {}", point.step))
-                    .got("an update after which the model's outputs are not finite")
+                    .got("outputs of the model that are not finite")
                     .allowed("a finite loss")
                     .hint(stop_hint(config)),
             ));
@@ -219,7 +218,7 @@ impl Run<'_> {
         point.fp8_saturated = self.count_saturated()?;
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
-            // This rank measures alone, so the model must not exchange heads with ranks that share its sequences.
+            // Only this rank measures, so its model must not exchange heads with other ranks.
             let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
             let look = || selected(&model, &data.validation, cut, device);
             let of =
@@ -243,8 +242,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// How many values of FP8 operands have saturated since the last validation. If more values saturated than in the
-    /// interval before the last validation, the log reports both numbers.
+    /// How many values of FP8 operands have saturated since the last validation. If this count is higher than the
+    /// last recorded count, the log reports both counts.
     fn count_saturated(&self) -> Result<Option<u64>> {
         let now = self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
         let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);
@@ -257,8 +256,8 @@ impl Run<'_> {
         Ok(now)
     }
 
-    /// Measures the errors of attention with the weights of the last validation. A failure does not stop the
-    /// run.
+    /// Measures the errors of low-bit attention, with the weights that were saved at the last validation. A failure
+    /// does not stop the run.
     fn probe(&mut self, step: u64) {
         if self.config.model.scheme.is_none() || self.unsaved.is_some() {
             return;
@@ -300,7 +299,7 @@ impl Run<'_> {
                 Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
                     .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
                     .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                    .hint("a lasting rise is not a spike: --resume with a higher --skip-spikes, or continue from an earlier checkpoint, if one was kept, with a lower --lr"),
+                    .hint("a lasting rise is not a spike: --resume with a higher --skip-spikes, or continue from an earlier checkpoint (if one was kept) with a lower --lr"),
             ));
         }
         self.progress.step(&point);
@@ -348,7 +347,7 @@ impl Run<'_> {
             self.points.push(last.clone());
             self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
-            // The folder may contain weights of another step.
+            // `model.safetensors` may not contain the last step's weights.
             let weights = self.weights()?;
             self.save_weights(weights)?;
         }
@@ -400,8 +399,8 @@ impl Run<'_> {
         self.trainer.weights().map_err(during("cannot copy the weights"))
     }
 
-    /// Replaces the weights in the folder by weights with a finite validation loss. The file is replaced atomically, so
-    /// the folder has complete weights whenever the run is interrupted.
+    /// Writes weights to the run's `model.safetensors`. The file is replaced atomically, so it is complete whenever the
+    /// run is interrupted.
     fn save_weights(&self, weights: Option<Snapshot>) -> Result<()> {
         let Some(weights) = weights else { return Ok(()) };
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
@@ -411,8 +410,8 @@ impl Run<'_> {
     }
 }
 
-/// The rank that was the slowest in each of the last `SLOW.1` steps, and the smallest ratio of its time to the median
-/// time, if this ratio is above `SLOW.0`.
+/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest `slowest_ratio`. `None` if
+/// no rank was always the slowest, or if the ratio is at most `SLOW.0`.
 fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
     let last = &points[points.len().checked_sub(SLOW.1)?..];
     let rank = last[0].slowest_rank?;

@@ -7,11 +7,11 @@ use crate::runs::Status;
 /// What ended a run before its last step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stop {
-    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or the loss rose by the run's end.
+    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or the final loss was too high.
     Diverged(Error),
     /// A signal stopped the run. The run was saved, unless it was still in its first step.
     Interrupted(Error),
-    /// An invalid setting that all ranks found before the run began.
+    /// All ranks found the same error in the settings before the run began.
     Mistaken(Error),
     /// Any other error.
     Failed(Error),
@@ -45,7 +45,7 @@ impl From<Error> for Stop {
 impl From<Stop> for Error {
     fn from(stop: Stop) -> Self {
         match stop {
-            // The user's request was valid, so the kind of the error is a failure.
+            // The user's settings were valid, so the error is not [`ErrorKind::Invalid`].
             Stop::Diverged(error) | Stop::Interrupted(error) => error.with_kind(ErrorKind::Failed),
             Stop::Mistaken(error) | Stop::Failed(error) => error,
         }

@@ -1,5 +1,5 @@
 //! Optimizer steps. A step is launched without waiting for the device, and its results are collected later; on a GPU
-//! the next step runs meanwhile.
+//! usually after the next step has been launched.
 
 use std::collections::BTreeMap;
 
@@ -34,14 +34,14 @@ pub(super) struct Trainer<'a> {
     pub(super) model: Llama,
     /// A model with the weights of `model` and the attention of `--eval-attn`.
     pub(super) under_eval_attn: Option<Llama>,
-    /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the norm, so that NaN disables all
-    /// later updates on the device.
+    /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the squared gradient norm. If the
+    /// sum is NaN, the device skips the update.
     stop: Tensor,
     /// Asynchronous copies of results from the device to the host. At most two steps run asynchronously. The results of
-    /// a step are the reports of all ranks, and a number that is NaN if the update was skipped and otherwise 0.
+    /// a step are the [`Report`]s of all ranks, and a number that is NaN if the update was skipped and otherwise 0.
     readbacks: [StepReadback; 2],
     upload: Upload,
-    /// Seconds that this rank's gradients took in the last step whose results have arrived.
+    /// Seconds that this rank's forward and backward took in the last step whose results have arrived.
     busy: f64,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Trainer<'a> {
 pub(super) struct Launched {
     step: u64,
     lr: f64,
-    /// Index of the readback that receives the results.
+    /// Index in `Trainer::readbacks` of the readback that receives the step's results.
     readback: usize,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
-            // The stage of the last step, for a process without steps left to do.
+            // `launch_at` sets the stage of each step. If no steps are left to do, the stage is the last step's.
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
@@ -105,7 +105,8 @@ impl<'a> Trainer<'a> {
         self.device.is_cuda()
     }
 
-    /// A copy of all weights after the steps launched so far, on rank 0. All ranks must call this.
+    /// On rank 0, a copy of all weights after the steps launched so far; `None` on the other ranks. All ranks must
+    /// call this.
     pub(super) fn weights(&self) -> candle_core::Result<Option<Snapshot>> {
         self.parameters.weights(self.ranks)
     }
@@ -200,7 +201,8 @@ impl<'a> Trainer<'a> {
         }
         self.readbacks[readback].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks);
-        // Several ranks agree on a stop through the results of a step, so that no rank exits in the middle of a step.
+        // A signal interrupts a step only if the run has one rank. Several ranks send their requests to stop with the
+        // results of a step, so that all ranks stop after the same step.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
         let losses = self.gradients(
@@ -225,8 +227,8 @@ impl<'a> Trainer<'a> {
         for place in report.places_of_squares() {
             squares = (squares + number(place)?)?;
         }
-        // A non-finite loss stops the run even if its gradient is finite. The losses are added one by one, because
-        // candle's reductions copy their shape to the device, which waits for all earlier work.
+        // A non-finite loss stops the run even if its gradient is finite. The losses are added one by one:
+        // candle's reductions copy their shape to the device, and this copy makes the CPU wait for all earlier work.
         for loss in &losses {
             self.stop = (&self.stop + (loss * 0.0)?)?;
         }
@@ -248,7 +250,7 @@ impl<'a> Trainer<'a> {
         asked: Requests,
     ) -> candle_core::Result<Tensor> {
         let report = self.report();
-        // Host numbers become kernel arguments (of `affine`), because a copy to the device would wait for the device.
+        // `affine` passes a number as a kernel argument. A copy to the device would make the CPU wait.
         let zero = Tensor::zeros((), DType::F64, self.device)?;
         let number = |n: f64| zero.affine(0.0, n);
         let mut own =
@@ -270,8 +272,8 @@ impl<'a> Trainer<'a> {
         Ok(all)
     }
 
-    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0, its inverse is infinite, and 0
-    /// times infinity is NaN. candle's comparisons would copy the limit to the device, and wait.
+    /// 0, or NaN if loss or norm is above its limit: `1 / relu(limit - x)` is infinite for a value x above the limit,
+    /// and 0 times infinity is NaN. candle's comparisons would make the CPU wait: they copy the limit to the device.
     fn skip(
         &self,
         losses: &[Tensor],
@@ -290,8 +292,8 @@ impl<'a> Trainer<'a> {
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// How many gradients a step adds: one for each micro-batch or, if ranks share sequences, for each rank's part of
-    /// each micro-batch. Each gradient is the mean over the tokens of its micro-batch or part.
+    /// The number of gradients that a step sums: one per micro-batch. If ranks share sequences, each rank's part of a
+    /// micro-batch has its own gradient. Each gradient is the mean over the tokens of its micro-batch or part.
     fn gradients_of_a_step(&self) -> usize {
         self.config.accumulation * self.ranks.mesh().context
     }
@@ -322,7 +324,7 @@ impl<'a> Trainer<'a> {
         Ok(losses)
     }
 
-    /// Waits for a step, and returns its results and the requests of all ranks.
+    /// Waits until a step has ended. Returns its results, and the requests (to stop or to save) of all ranks.
     pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Requests), Stop> {
         let Launched { step, lr, readback } = launched;
         let (accumulation, report) = (self.config.accumulation, self.report());
@@ -371,8 +373,8 @@ impl<'a> Trainer<'a> {
 
     /// The first parameter with a non-finite gradient, on the first rank that has such a parameter.
     fn first_non_finite(&mut self, step: u64) -> Result<String> {
-        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged: the updates
-        // of this step and of the next step, which may be in flight, are disabled.
+        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged: the update of
+        // this step was disabled. The next step may have been launched already; its update is disabled too.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let first_sequences = self.first_sequences(step).take(self.own().count());
         let again: Vec<Sequences> = first_sequences
@@ -399,17 +401,17 @@ fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
     all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
 }
 
-/// A hint against divergence: settings that the run does not use yet.
+/// A hint: settings that may prevent divergence.
 pub(super) fn stop_hint(config: &Config) -> String {
     let clip = config.optimizer.clip().is_none_or(|clip| clip > 1.0);
     let missing = [(clip, ", --clip 1"), (!config.model.qk_norm, ", --qk-norm on")];
     let missing = missing.iter().filter(|(missing, _)| *missing).map(|(_, flag)| *flag);
-    format!("try a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())
+    format!("try a lower --lr, more --warmup-steps{}", missing.collect::<String>())
 }
 
 fn stopped(what: String, step: u64, config: &Config) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
-        .got(format!("a number that is not finite, after {step} finite steps"))
+        .got(format!("a number that is not finite, after {step} steps with finite numbers"))
         .allowed("finite losses and gradients")
         .hint(stop_hint(config));
     Stop::Diverged(error)

@@ -155,7 +155,8 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     let newest = checkpoints(&folder).pop().expect("one");
     let path = folder.join("checkpoints").join(&newest).join("state.safetensors");
     let before = std::fs::read(&path).expect("a state");
-    // The size of the weights in units of 1024 bytes, as `ulimit -f` counts. Metrics and plot of 200 steps are smaller.
+    // In units of 1024 bytes, as `ulimit -f` counts. The limit is below the size of the weights, and above the sizes of
+    // the metrics and the plot.
     let weights = before.len() / 3 / 1024;
     let command =
         format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full --steps 200", weights - 5);
@@ -209,7 +210,7 @@ fn the_last_ones_are_kept_and_some_of_the_others() {
     scratch.ok(&flags);
     let wanted = [8, 16, 18, 20].map(|step| format!("step-{step:08}"));
     assert_eq!(checkpoints(&run_of(&scratch, "k")), wanted);
-    // A run with more steps continues from the last checkpoint.
+    // A resume with `--steps 22` continues from the last checkpoint.
     scratch.ok(&["--resume", "runs/k", "--steps", "22"]);
     assert_eq!(scratch.metrics("k").len(), 22);
 }
@@ -355,7 +356,7 @@ fn an_edited_run_does_not_go_on_as_another() {
     std::fs::write(&config, text.replace("attn = \"sagebwd\"", "attn = \"fpa\"")).expect("settings");
     let refused = scratch.fails(&["--resume", "runs/r", "--steps", "6"]);
     assert!(refused.contains("attn = fpa in") && refused.contains("allowed: attn = sagebwd"), "{refused}");
-    // Settings that were added by hand are compared too.
+    // Settings that were added by hand are refused too.
     for (added, told) in [
         ("linear = \"fp8\"", "linear = fp8"),
         ("attn-layers = \"0=fpa\"", "attn-layers = 0=fpa"),

@@ -154,7 +154,7 @@ fn text_that_is_given_twice_is_refused() {
 fn escape_sequences_of_names_do_not_reach_terminals_and_logs() {
     let scratch = Scratch::new();
     let name = "a\u{1b}[2Jb.txt";
-    let error = scratch.fails(&["--data", name]); // the error "the data does not exist" quotes the path
+    let error = scratch.fails(&["--data", name]); // the error "cannot find the data" quotes the path
     assert!(error.contains(r"a\u{1b}[2Jb.txt") && !error.contains('\u{1b}'), "{error}");
     scratch.file(name, "What was said then is said again, and once more. ".repeat(400));
     let output = scratch.run(&small(&["--data", name, "--steps", "1", "--name", "r"]));

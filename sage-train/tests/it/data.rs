@@ -67,7 +67,8 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
     assert_eq!(whole.train.text_bytes + whole.validation.text_bytes, bytes as u64);
     assert_eq!(small_shards.train.text_bytes, whole.train.text_bytes);
 
-    // Runs on all of these folders are equal, also without sidecars, which other programs do not write.
+    // Runs on all four folders have the same losses. `nano` loses its sidecars (`.bin.json`), because other programs
+    // do not write them.
     for entry in std::fs::read_dir(scratch.path().join("nano")).expect("a folder").flatten() {
         if entry.file_name().to_string_lossy().ends_with(".bin.json") {
             std::fs::remove_file(entry.path()).expect("gone");
@@ -248,7 +249,7 @@ fn regexless(text: &str) -> String {
         .collect()
 }
 
-/// A byte of a shard that changed after preparation ends a run, and `data check` reports it.
+/// If a shard was changed after preparation, a run fails, and `data check` reports the shard.
 #[test]
 fn changed_bytes_of_shards_end_a_run() {
     let scratch = Scratch::new();

@@ -29,7 +29,7 @@ fn published_kinds_of_files_are_read() {
     scratch.file("plain/a.jsonl", &lines);
     scratch.ok(&["data", "tokenizer", "plain", "--to", "t.json", "--vocab-size", "400"]);
     let half = lines.len() / 2 + lines[lines.len() / 2..].find('\n').expect("a line") + 1;
-    // As in C4 and Dolma: two members with padding after the last one.
+    // Files of C4 and Dolma have several gzip members and padding after the last member.
     let members = [gzip(&lines.as_bytes()[..half]), gzip(&lines.as_bytes()[half..]), vec![0; 5000]].concat();
     scratch.file("gz/c4-train.00000.json.gz", members);
     scratch.file("nd/a.ndjson", &lines);
@@ -77,7 +77,7 @@ fn published_kinds_of_files_are_read() {
     assert!(error.contains("--long=31"), "{error}");
 }
 
-/// Data may have more shards than a process may open files.
+/// The number of shards may exceed the process's limit on open files.
 #[test]
 #[cfg(unix)]
 fn more_shards_than_open_files_are_trained_on() {

@@ -122,7 +122,7 @@ fn try_all(what: &str, path: &Path, limit: usize, read: &dyn Fn(&Path) -> bool) 
     println!("{what}: {} variants, {accepted} of them accepted", cases());
 }
 
-/// The largest allocation, in bytes, for a file of some kilobytes.
+/// The largest allowed allocation, in bytes, for a file of some kilobytes.
 const LIMIT: usize = 16 << 20;
 
 #[test]

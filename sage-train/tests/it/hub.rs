@@ -18,7 +18,7 @@ enum Response {
     Whole,
     /// Half of the file the first time, then the connection ends.
     CutOnce,
-    /// Always half of the file, declared as complete.
+    /// Always half of the file, with the half's length in the header.
     CutAlways,
     /// With an etag that is a path outside of the cache.
     BadEtag,
@@ -95,7 +95,7 @@ fn answer(
         return send("200 OK", "Content-Type: application/json\r\n", body.as_bytes(), body.len());
     }
     if let Some(name) = path.strip_prefix("/datasets/some-one/stories.v2/resolve/main/") {
-        // The hub redirects: first to another of the hub's paths, then to the server of large files.
+        // The Hugging Face Hub redirects to its server of large files; here `/cdn/` is this server.
         let Some((_, manner)) = files.held.get(name) else { return send("404 Not Found", "", b"", 0) };
         let etag = if *manner == Response::BadEtag {
             "../../../out".into()

@@ -77,7 +77,7 @@ fn layers_can_stay_in_the_compute_type() {
         let (loss, norm) = (other[0].0 / exact[0].0, other[0].1 / exact[0].1);
         assert!((loss - 1.0).abs() < 2e-3 && (norm - 1.0).abs() < 0.1, "{loss} {norm}");
     }
-    // An FP8 output matrix changes the logits by the error of one matmul, .037, and the loss by less.
+    // An FP8 output matrix gives the logits a relative error of .037 (one matmul). The loss changes by less.
     let head = train(&scratch, "head", &["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "272"]);
     let plain = train(&scratch, "plain", &["--linear", "fp8", "--vocab-size", "272"]);
     assert!(head[0].0 != plain[0].0 && (head[0].0 / plain[0].0 - 1.0).abs() < 2e-3, "{head:?} {plain:?}");
@@ -86,7 +86,7 @@ fn layers_can_stay_in_the_compute_type() {
     let eval = |run: &str| scratch.loss(&["eval", run, "--tokens", "2k"]);
     let last = scratch.metrics("fp8").last().and_then(|point| point.val_loss).expect("a validation");
     assert!((eval("runs/fp8") - last).abs() < 2e-2);
-    // Validation in FP8 has another loss and does not change the training.
+    // `--linear-eval fp8` changes the validation loss and does not change the training.
     let validated = train(&scratch, "validated", &["--linear", "fp8", "--linear-eval", "fp8"]);
     assert_eq!(validated, fp8);
     let in_fp8 = scratch.metrics("validated").last().and_then(|point| point.val_loss).expect("a validation");
@@ -111,12 +111,12 @@ fn ranks_have_the_same_codes() {
         let one = train(&scratch, &named("one"), &flags);
         let two = train(&scratch, &named("two"), &on_two);
         assert!((one[0].1 / two[0].1 - 1.0).abs() < limit, "{scaling}: {:?} {:?}", one[0], two[0]);
-        // With current scaling the first loss does not depend on the number of ranks: the scale of a weight follows
-        // from its parts on both ranks.
+        // With current scaling the first loss does not depend on the number of ranks: the scale of a weight matrix is
+        // computed from its parts on both ranks.
         assert!(scaling != "current" || one[0].0 == two[0].0, "{:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
-        // Any number of ranks can resume the run. One rank quantizes whole matrices, and gets the FP8 values that two
-        // ranks gather after an update.
+        // Any number of ranks can resume the run. One rank quantizes whole matrices. Two ranks quantize parts and
+        // gather them. The FP8 values are the same.
         let longer = [&on_two[..], &["--steps", "8"]].concat();
         let longer = train(&scratch, &named("longer"), &longer);
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
@@ -125,7 +125,7 @@ fn ranks_have_the_same_codes() {
     }
 }
 
-/// FP8 with AdamW and with Muon, and parameters in several pieces (`--piece-mb`), on two ranks.
+/// In FP8, two ranks have nearly the losses of one rank, with AdamW and with Muon. `--piece-mb` splits the parameters.
 #[test]
 fn pieces_in_fp8_are_gathered() {
     let scratch = Scratch::new();
@@ -149,8 +149,8 @@ fn pieces_in_fp8_are_gathered() {
     }
 }
 
-/// Validation in FP8 works with `sla2-window`, which samples without a cache. A context of 40 tokens is an error: a
-/// batch of validation may be a single sequence, and 40 is not a multiple of 16.
+/// With FP8 in validation, a run with `sla2-window` can print samples, although their lengths are not multiples of 16.
+/// A context of 40 tokens is an error: a batch of validation may be a single sequence, and 40 is not a multiple of 16.
 #[test]
 fn validation_in_fp8_needs_multiples_of_16() {
     let scratch = Scratch::new();
@@ -186,8 +186,8 @@ fn what_does_not_fit_is_refused() {
     assert!(plan.contains("gradients E5M2"), "{plan}");
 }
 
-/// Measured errors are rounding errors: .026 for an E4M3 matrix with many values of similar size, .037 for a matmul of
-/// two such matrices, .059 with gradients in E5M2. The errors are smaller where few values dominate.
+/// Errors are relative. Rounding a matrix with many values of similar size to E4M3 has an error of .026. A matmul of
+/// two such matrices has .037, and .059 if one of them is in E5M2. The errors are smaller where few values dominate.
 #[test]
 fn probe_measures_linear_layers() {
     let scratch = Scratch::new();

@@ -119,7 +119,7 @@ fn messages() {
     insta::assert_snapshot!(text);
 }
 
-/// The messages of commands that find an unsuitable run.
+/// The messages of commands whose run or folder is unsuitable or missing.
 fn messages_without_runs(scratch: &Scratch) -> String {
     scratch.ok(&small(&["--steps", "1", "--name", "taken"]));
     let taken = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));

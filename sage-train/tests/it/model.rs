@@ -125,7 +125,7 @@ fn relative(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok((norm(&(got - &expected)?)? / norm(&expected)?).sqrt())
 }
 
-/// f32 sums in another order differ by at most 1e-5 after three blocks.
+/// After three layers, the relative error of f32 sums in another order is at most 1e-5.
 const LIMIT: f64 = 1e-5;
 
 #[test]
@@ -200,7 +200,7 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
             let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
             assert!(error < LIMIT, "{name}, {recompute:?}: {error:.1e}");
         }
-        // The router gets no gradient and stays the identity, and dense attention gives another loss.
+        // The router is the identity and gets no gradient. Dense attention has another loss than SLA2.
         let router = parameters.weight("model.layers.1.self_attn.q_router.weight")?;
         assert_eq!(router.gradient()?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
         assert_eq!(
@@ -242,9 +242,9 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     Ok(())
 }
 
-/// The gradient of each layer's sinks equals finite differences of the loss, with documents and without, and with
-/// recomputation. The differences are of fourth order with steps of .1. Their error is a fifth-derivative term below
-/// .01, and a few roundings of a loss below 8 (each at most 2^-24 times 8) divided by .1.
+/// The gradient of each layer's sinks equals fourth-order finite differences of the loss with steps of .1. Their
+/// truncation error is below .01 of the gradient. Their rounding error is a few times 2^-24 times 8 (losses are below
+/// 8), divided by .1.
 #[test]
 fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     let device = &Device::Cpu;

@@ -1,5 +1,5 @@
-//! The folder of a run that an earlier build wrote: `tests/golden/run`, four steps of one layer. Its settings, metrics,
-//! weights and checkpoint are read as before. A new version of a format gets another folder next to it.
+//! An earlier build wrote the run in `tests/golden/run`: four steps of a model with one layer. Its settings, metrics,
+//! weights and checkpoint are read as before. If a file format changes, add a run in the new format next to this one.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn old_run() -> Scratch {
 #[test]
 fn a_run_of_an_earlier_build_is_read_and_resumes() {
     let scratch = old_run();
-    // The build that wrote the run printed this loss: the built-in corpus, its tokens and the weights are unchanged.
+    // `eval` still prints the loss that the earlier build printed, so corpus, tokens and weights are unchanged.
     let eval = scratch.ok(&["eval", "runs/old"]);
     assert!(eval.contains("5.6880 nats a token"), "{eval}");
     let report = scratch.ok(&["report", "runs/old"]);

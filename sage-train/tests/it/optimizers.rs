@@ -90,9 +90,9 @@ fn settings_of_muon_count() {
     assert!(error.contains("optimizer"), "{error}");
 }
 
-/// Ranks share matrices and their rows. Any number of ranks, also with context parallelism, trains like one rank,
-/// except for the order of sums. Two runs are bit-identical, and another number of ranks can resume a run. With three
-/// ranks shard boundaries are inside matrices.
+/// Each rank orthogonalizes some of the matrices. Any number of ranks, also with context parallelism, trains like one
+/// rank, except for the order of sums. A repeated run is bit-identical, and another number of ranks can resume a run.
+/// With three ranks shard boundaries are inside matrices.
 #[test]
 fn ranks_share_matrices() {
     let scratch = Scratch::new();
@@ -108,7 +108,8 @@ fn ranks_share_matrices() {
     ] {
         let several = train(&scratch, name, &with(&[&["--steps", "6"], flags].concat()));
         for (step, ((loss, norm), (of_one, norm_of_one))) in several.iter().zip(&one).enumerate() {
-            // Roundings of f32 sums in another order, which the polynomials amplify by at most 2^10.
+            // Several ranks add in another order than one rank, and Muon's polynomials amplify the roundings by at most
+            // 2^10.
             assert!((loss - of_one).abs() < 1e-3 * of_one, "{name}, {step}: {loss} {of_one}");
             assert!((norm - norm_of_one).abs() < 1e-2 * norm_of_one, "{name}, {step}: {norm} {norm_of_one}");
         }

@@ -128,8 +128,8 @@ fn other_ranks_go_on() {
     }
 }
 
-/// The exit code of a process and its standard error. Its ranks share this stream, so the end of the stream means that
-/// all of them have exited.
+/// Waits for a process and for all ranks that it started, and returns its exit code and standard error. The ranks write
+/// to the same stream, which ends when all of them have exited.
 fn ended(mut child: Child) -> (Option<i32>, String) {
     let mut stderr = child.stderr.take().expect("a pipe");
     let reading = std::thread::spawn(move || {
@@ -168,10 +168,11 @@ fn a_plan_says_what_ranks_would_do() {
 }
 
 /// Limit for the difference of losses if f32 sums have another order. The largest difference that we measured over 30
-/// steps is 2.4e-7. An f32 ulp of one micro-batch's loss of 5 is 4.8e-7, and a step's loss is the mean of several.
+/// steps is 2.4e-7. A micro-batch's loss is about 5, where an f32 ulp is 4.8e-7. A step's loss is the mean over several
+/// micro-batches.
 const SUMS: f64 = 5e-6;
 
-/// Limit for losses with quantized values, which change when a sum rounds to the other side of a midpoint. We measured
+/// The same limit with quantized values: a value changes when a sum rounds to the other side of a midpoint. We measured
 /// 8.9e-5 with INT8 and 2e-5 with FP4.
 const CODES: f64 = 2e-4;
 
@@ -184,10 +185,10 @@ fn assert_same_course(what: &str, one: &[Point], other: &[Point], limit: f64) {
     assert!(loss < limit, "{what}: losses are off by {loss:e}");
 }
 
-/// SLA2 with router steps from the first step on. The norm of the first gradient, which is compared, shows whether the
-/// gradients of the router and of `theta` (SLA2's mixture weights) are multiplied by the number of ranks that share a
-/// sequence. Attention is unquantized: with quantized values, losses differ by 1e-4 within a run if f32 sums have
-/// another order, even on one rank.
+/// SLA2 with a router that learns from the first step on. The norm of the first gradient would differ if the gradients
+/// of the router or of `theta` (SLA2's mixture weights) were wrongly multiplied by the number of ranks that share a
+/// sequence. Attention is unquantized: with quantized values, another order of f32 sums changes losses by 1e-4, even on
+/// one rank.
 const SLA2: [&str; 14] = [
     "--context",
     "128",
@@ -220,7 +221,7 @@ fn ranks_share_sequences() {
         ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
         ("sla2", &[&SLA2[..], &["--attn", "sla2", "--document-mask", "on"]].concat()),
         ("window", &[&SLA2[..], &["--attn", "sla2-window"]].concat()),
-        // Two query heads share each selection, so four ranks cannot have separate selections.
+        // The four query heads have only two selections. Four ranks cannot divide these, so the loop skips this case.
         ("grouped", &[&SLA2[..], &["--attn", "sla2", "--key-heads", "2"]].concat()),
     ] {
         let with = |name: &str, ranks: &str, context: &str| {
@@ -279,7 +280,7 @@ fn mistakes_are_errors() {
         let error = scratch.fails(&args);
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
     }
-    // `--resume auto` refuses a finished run, even without its checkpoints, and a folder that is not a run.
+    // `--resume auto` refuses a finished run whose checkpoints are deleted, and a folder that is not a run.
     scratch.ok(&flags(&["--steps", "2", "--name", "done"]));
     std::fs::remove_dir_all(run_of(&scratch, "done").join("checkpoints")).expect("checkpoints");
     scratch.file("runs/theirs/a.txt", "a");
@@ -295,7 +296,7 @@ fn mistakes_are_errors() {
     );
 }
 
-/// The disk of one rank is full: the files of the other ranks do not make a checkpoint, and training
+/// If one rank cannot write its file, for example on a full disk, the step has no checkpoint, and training
 /// continues.
 #[test]
 #[cfg(target_os = "linux")]

@@ -44,8 +44,8 @@ fn a_run_with_a_finite_loss_above_chance_has_diverged() {
         std::fs::read_to_string(path).expect("an ending")
     };
     assert!(ending(None).contains("diverged"));
-    // Earlier versions recorded no ending, or recorded such a run as finished; the report still counts the run as
-    // diverged.
+    // The report counts the run as diverged, even with the ending `finished`, which earlier versions recorded for a
+    // diverged run.
     for recorded in [None, Some("{\"status\": \"finished\"}")] {
         ending(recorded);
         let text = scratch.ok(&["report", "runs/good", "runs/bad", "--csv", "runs.csv"]);
@@ -97,7 +97,7 @@ fn a_run_that_a_setting_does_not_change_is_planned_once_and_compared_with_all() 
     assert_eq!(csv.lines().count(), 1 + 3, "{csv}");
 }
 
-/// The end of a run and its report state the same speed.
+/// The speed that a run prints at its end is also in its report.
 #[test]
 fn a_run_and_its_report_agree_on_the_speed() {
     let scratch = Scratch::new();

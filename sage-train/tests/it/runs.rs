@@ -46,7 +46,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
     };
     assert!(weights("tiny-sagebwd-001") == weights("tiny-sagebwd-002"));
 
-    // Earlier versions saved the same settings without tables, and switches as words.
+    // Earlier versions saved a file without tables, and a switch as `"on"` or `"off"`.
     let saved = scratch.path().join("runs/tiny-sagebwd-001/config.toml");
     let tables: toml::Table =
         std::fs::read_to_string(saved).expect("settings").parse().expect("a settings file");
@@ -119,7 +119,7 @@ fn training_learns_and_comparison_prints_both() {
         last("c/sagebwd"),
         last("c/fpa")
     );
-    // The models differ at once, although attention helps only in longer runs.
+    // Attention changes the loss. In so few steps it need not lower the loss.
     assert_ne!(last("c/none"), last("c/fpa"));
     assert!(scratch.path().join("runs/c/report.html").exists());
 }
@@ -216,7 +216,7 @@ fn probe_measures_every_layer_of_a_finished_run() {
     let flags =
         ["--attn", "fpa", "--layers", "2", "--context", "128", "--tokens-per-step", "512", "--steps", "4"];
     scratch.ok(&small(&flags));
-    // Relative L2 errors of the results, one row per layer.
+    // Relative L2 errors of O, dQ, dK and dV, one row per layer.
     let errors = |more: &[&str]| -> Vec<Vec<f64>> {
         let probe = ["probe", "runs/tiny-fpa-001", "--sequences", "2", "--csv", "probe.csv"];
         let table = scratch.ok(&[&probe[..], more].concat());
@@ -289,8 +289,8 @@ fn nobody_listening_is_no_reason_to_stop() {
     assert!(scratch.path().join("runs/alone/model.safetensors").exists());
 }
 
-/// One run has all three stages. The resolved settings are saved, so that the folder is evaluated as the model was
-/// trained.
+/// One run has all stages: dense attention, training of the router, SLA2. It saves its resolved settings, so `eval`
+/// uses the same attention as the last training step.
 #[test]
 fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let scratch = Scratch::new();
@@ -330,8 +330,8 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
 
-/// In unquantized attention a token does not depend on later tokens; SageBwd's scales and means depend on them
-/// slightly.
+/// `eval --token-by-token` computes the same loss as a forward over whole sequences. Only with SageBwd the two losses
+/// differ slightly, because scales and means of whole sequences include later tokens.
 #[test]
 fn tokens_are_predicted_one_by_one() {
     let scratch = Scratch::new();
@@ -357,7 +357,7 @@ fn tokens_are_predicted_one_by_one() {
         let all = scratch.ok(&["eval", &folder, "--all"]);
         assert_eq!(tokens(&same), [224, tokens(&all)[0]], "{same}{all}");
         assert!(tokens(&all)[0] > 224 && !all.contains("--all"), "{all}");
-        // The mean of the losses of eight parts of the sequences is the loss of the whole sequences.
+        // `--by-position` prints the loss in each of eight ranges of positions. Their mean equals the overall loss.
         let parted = scratch.ok(&["eval", &folder, "--tokens", "200", "--by-position", "--micro-batch", "3"]);
         let table = parted.lines().skip_while(|line| !line.starts_with("positions")).skip(1);
         let losses: Vec<f64> = table.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
@@ -394,7 +394,7 @@ fn a_second_validation_attends_otherwise() {
     assert!(is_baseline("eval-attn not set ") && !is_baseline("eval-attn attn-qat "), "{report}");
 }
 
-/// Files of a run with one flipped byte are not evaluated, sampled or exported.
+/// `eval` and `sample` refuse damaged weights of a run or of an export. `sample` refuses a changed tokenizer.
 #[test]
 fn a_damaged_model_is_refused() {
     let scratch = Scratch::new();

@@ -45,14 +45,14 @@ fn sources_without_weights_are_mixed_by_their_size() {
     let [tokens, share, epochs] = shares(&log(&scratch, "even"), "small.jsonl");
     assert_eq!(share, 50.0);
     assert!((epochs - 3.0 * 256.0 * 0.5 / tokens).abs() < 0.006, "{epochs}");
-    // A plan shows the same shares before any data is read, and estimates the tokens of text.
+    // `--dry-run` shows the same shares. It estimates a text file's number of tokens, and marks estimates with `~`.
     let planned = run(&both, &["--dry-run"]);
     assert!(shares(&planned, "small.jsonl")[1] < 5.0 && planned.contains('~'), "{planned}");
     scratch.ok(&["data", "prepare", "big.jsonl", "--tokenizer", "t.json", "--to", "shards"]);
     let planned = run(&["--data", "shards"], &["--dry-run"]);
     let train = Prepared::read(&scratch.path().join("shards")).expect("a list").train;
     assert_eq!(shares(&planned, "shards")[..2], [train.tokens as f64, 100.0]);
-    // A plan excludes the validation part, and refuses what a run would refuse.
+    // `--dry-run` counts only training tokens, and refuses what a run would refuse.
     scratch.file("both/big.jsonl", json_lines(400_000));
     scratch.file("both/small.jsonl", json_lines(8_000));
     let planned = run(&["--data", "both", "--val-data", "both/big.jsonl"], &["--dry-run"]);
@@ -120,7 +120,7 @@ fn validation_data_may_be_named() {
     scratch.ok(&["--resume", "runs/apart", "--steps", "3"]);
     scratch.fails(&small(&[&apart[..], &["--val-fraction", "0.1"]].concat()));
 
-    // After preparation the two parts are the two files.
+    // With `data prepare --val-data FILE`, the validation shard contains exactly the tokens of FILE.
     let tokenizer = ["--tokenizer", "runs/apart/tokenizer.json"];
     let prepare = |more: &[&str]| scratch.ok(&[&["data", "prepare"], more, &tokenizer].concat());
     prepare(&["text", "--val-data", "text/validation.jsonl", "--to", "both"]);

@@ -222,9 +222,9 @@ fn lists_on_the_command_line_are_a_sweep() {
     // The two fpa runs have the same weights and corpus, but different orders of the data.
     let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
-    // Another plan of the same name compares only its own runs, and reports which runs it omits.
+    // A second sweep with the same name compares only its own runs, and names the runs that it leaves out.
     let other = small(&["--attn", "fpa", "--order-seed", "1,3", "--steps", "4", "--name", "both"]);
-    let left_out = "left out 3 runs that this sweep does not include: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
+    let left_out = "left out 3 runs in this folder that the sweep does not list: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
     let other = scratch.ok(&other);
     assert!(other.contains(left_out) && other.contains("`report runs/both` compares all"), "{other}");
     let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
@@ -239,7 +239,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     let some = scratch.ok(&["report", "runs"]);
     let left_out = "warning: the runs in runs/both are left out; `report runs/both` compares them";
     assert!(some.contains(left_out), "{some}");
-    // A folder that is not a sweep's is not taken over.
+    // A new sweep refuses to use a folder that contains something else.
     scratch.file("runs/mine/notes.txt", "mine");
     let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
     assert!(taken.contains("does not contain a sweep"), "{taken}");
@@ -254,7 +254,7 @@ fn one_run_of_a_sweep_and_a_job_array() {
     assert!(told.contains("3 tasks"), "{told}");
     let script = std::fs::read_to_string(scratch.path().join("array.sh")).expect("a script");
     assert!(script.contains("--array=0-2") && script.contains("sweep s.toml --only"), "{script}");
-    // A task of the job array runs one run. The sweep reads the same folder, and then runs only the other runs.
+    // A task of the job array runs one run. If the sweep is started afterwards, it runs only the other runs.
     let task = script.replace("\"$SLURM_ARRAY_TASK_ID\"", "1");
     scratch.file("task.sh", task);
     let status =
@@ -294,12 +294,12 @@ fn runs_of_anywhere_are_reported() {
     assert!(
         std::fs::read_to_string(scratch.path().join("r.md")).expect("Markdown").contains("| arm | seeds |")
     );
-    // Reports of all runs in a folder: with another baseline. Errors: no arm with the baseline's setting, a folder
-    // without runs, and a key in which the runs do not differ.
+    // A report can have another baseline. It fails if no arm has the baseline's setting, if the folder contains no
+    // runs, or if the runs do not differ in the key of `--by`.
     let table = scratch.ok(&["report", "runs", "--baseline", "attn=none"]);
     let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
     assert!(none.contains("baseline"), "{table}");
-    assert!(scratch.fails(&["report", "runs", "--baseline", "attn=sla2"]).contains("no arm is the baseline"));
+    assert!(scratch.fails(&["report", "runs", "--baseline", "attn=sla2"]).contains("no arm has"));
     assert!(scratch.fails(&["report", "."]).contains("no runs to report"));
     assert!(scratch.fails(&["report", "runs", "--by", "lr"]).contains("do not differ"));
 }

@@ -13,7 +13,7 @@ const TASKS: [&str; 8] = [
     "lambada=lambada.jsonl",
 ];
 
-/// Files of three questions for each of [`TASKS`].
+/// Writes a file with three questions for each task.
 fn files(scratch: &Scratch) {
     let piqa = "{\"goal\": \"Boil an egg\", \"sol1\": \"in water\", \"sol2\": \"in sand\", \"label\": 0}\n\
                 {\"goal\": \"Cut bread\", \"sol1\": \"with a spoon\", \"sol2\": \"with a knife\", \"label\": 1}\n\

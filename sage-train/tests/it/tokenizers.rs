@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use crate::support::{Scratch, json_lines, small};
 
-/// A tokenizer of SentencePiece's kind: special tokens, 256 bytes, printable characters with `▁` for the space, and
-/// merges.
+/// A tokenizer of SentencePiece's kind. Its vocabulary has the `added` tokens, a token for each byte, printable
+/// characters with `▁` for the space, and results of merges.
 fn sentence_piece(normalizer: Value, added: &[(&str, bool)]) -> Value {
     let mut vocab = serde_json::Map::new();
     let mut add = |entry: String| {
@@ -90,7 +90,7 @@ fn the_token_that_ends_a_document_is_found_or_named() {
     assert_eq!(prepare("named", &["--end-of-text", "[SEP]"]), (5, 5));
     scratch.file("t/tokenizer_config.json", json!({"eos_token": {"content": "[SEP]"}}).to_string());
     assert_eq!(prepare("configured", &[]), (5, 5));
-    // The chosen token is stored with the shards, and a run uses no other token.
+    // The shards record the chosen end-of-text token, and a run on the shards uses this token.
     assert_eq!(Tokenizer::load(&scratch.path().join("named/tokenizer.json")).expect("one").end_of_text(), 5);
     let train = ["--data", "named", "--vocab-size", "512", "--context", "8", "--val-fraction", "0.3"];
     let train = small(&[&train[..], &["--steps", "1", "--name", "run"]].concat());
@@ -107,7 +107,7 @@ fn the_token_that_ends_a_document_is_found_or_named() {
     assert!(error.contains("no token `</end>`") && error.contains("<eos>, <unk>, [SEP]"), "{error}");
 }
 
-/// A WordPiece tokenizer has no token that is known to end a text.
+/// The end-of-text token of a WordPiece tokenizer is not recognized by its name, so the user must name it.
 #[test]
 fn word_piece_works_with_a_named_end_and_says_what_it_changes() {
     let scratch = Scratch::new();
@@ -172,7 +172,7 @@ fn long_texts_come_back_as_they_were() {
             assert!(tokenizer.decode(&ids).expect("text") == *text, "{name}: {:.40}..", text);
         }
     }
-    // A text from a file, which is read in parts, has the same tokens.
+    // `data prepare` reads a file in parts, which gives the same tokens as the whole text.
     scratch.file("a.txt", &texts[1]);
     scratch.ok(&["data", "prepare", "a.txt", "--tokenizer", "prepend.json", "--to", "out"]);
     let tokenizer = Tokenizer::load(&scratch.path().join("prepend.json")).expect("a tokenizer");

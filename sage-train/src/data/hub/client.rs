@@ -31,7 +31,7 @@ impl Hub {
     /// A client with cache, server and token from the environment.
     ///
     /// # Errors
-    /// When the library cannot start.
+    /// When the cache's folder is unknown, or the client cannot be built.
     pub fn open() -> Result<Self> {
         // An empty variable counts as not set.
         let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
@@ -41,7 +41,7 @@ impl Hub {
         if let Some(endpoint) = text("HF_ENDPOINT") {
             builder = builder.with_endpoint(endpoint);
         }
-        // `hf auth login` writes the token to the home folder, regardless of the cache's folder.
+        // `hf auth login` writes the token to the hub's home folder, even if the cache is elsewhere.
         let login = || std::fs::read_to_string(home_folder(variable)?.join("token")).ok();
         let token = text("HF_TOKEN").or_else(login).map(|token| token.trim().to_owned());
         if let Some(token) = token.filter(|token| !token.is_empty()) {
@@ -70,12 +70,12 @@ impl Hub {
         if let Err(error) = self.get(&repo, TOKENIZER_CONFIG).map_err(|error| error.to_string())
             && !error.contains("404")
         {
-            notify(&format!("warning: the end-of-text token is taken only from tokenizer.json: {error}"));
+            notify(&format!("warning: the end-of-text token is taken from tokenizer.json alone: {error}"));
         }
         Ok(path)
     }
 
-    /// The names of a data set's files that match its pattern, sorted.
+    /// The sorted names of the data set's files that match `named.pattern`.
     ///
     /// # Errors
     /// When the hub does not know the data set, or no file matches.
@@ -92,7 +92,10 @@ impl Hub {
             return Err(Error::new("no file of the data set matches")
                 .got(format!("`{}` among {} files of {}", named.pattern, all.len(), named.dataset))
                 .allowed(all.iter().take(5).cloned().collect::<Vec<_>>().join(", "))
-                .hint("hf:OWNER/NAME:PATTERN, e.g. hf:roneneldan/TinyStories:data/train-*.parquet"));
+                .hint(
+                    "only the first files are listed; use hf:OWNER/NAME:PATTERN, e.g. \
+                     hf:roneneldan/TinyStories:data/train-*.parquet",
+                ));
         }
         found.iter().try_for_each(|file| check_file(file))?;
         found.sort();
@@ -115,13 +118,13 @@ impl Hub {
             return Err(failed(dataset)(error));
         }
         notify(&format!(
-            "warning: the hub does not list {dataset} ({error}): only the {} in the cache are used",
+            "warning: the hub does not list {dataset} ({error}): using only the {} in the cache",
             counted(cached.len() as u64, "file")
         ));
         Ok(cached)
     }
 
-    /// The files of a data set's newest version in the cache.
+    /// The cached files of a data set. Of several cached versions, only the newest counts.
     fn cached(&self, dataset: &str) -> Vec<String> {
         let repo = self.cache.path().join(Repo::dataset(dataset.into()).folder_name());
         let Ok(commit) = std::fs::read_to_string(repo.join("refs/main")) else { return Vec::new() };
@@ -194,7 +197,7 @@ fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> 
     folder.ok_or_else(|| {
         Error::new("no folder for files of the Hugging Face Hub")
             .got("none of HF_HUB_CACHE, HF_HOME and HOME is set")
-            .allowed("a writable folder")
+            .allowed("one of them, set to a writable folder")
             .hint("HF_HOME=/path/to/a/folder sage-train ..")
     })
 }
@@ -227,9 +230,9 @@ fn check_file(file: &str) -> Result<()> {
     if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
         return Ok(());
     }
-    Err(Error::new("the hub lists a file outside of the data set's folder")
+    Err(Error::new("the hub lists a file with an unsafe path")
         .got(format!("`{file}`"))
-        .allowed("paths below the data set's folder")
+        .allowed("paths inside the data set's folder, without `\\`, `?` and `#`")
         .hint("do not use this data set, and report it to the hub"))
 }
 

@@ -23,26 +23,26 @@ impl Hub {
             .hint("build without --no-default-features, or with --features hub"))
     }
 
-    /// Like the method of the real client.
+    /// Has the same signature as in a build with the feature `hub`.
     ///
     /// # Errors
-    /// None: this build has no client.
+    /// Cannot be called: this build cannot create a client.
     pub fn tokenizer(&self, _: &str) -> Result<PathBuf> {
         match self.0 {}
     }
 
-    /// Like the method of the real client.
+    /// Has the same signature as in a build with the feature `hub`.
     ///
     /// # Errors
-    /// None: this build has no client.
+    /// Cannot be called: this build cannot create a client.
     pub fn files(&self, _: &Named) -> Result<Vec<String>> {
         match self.0 {}
     }
 
-    /// Like the method of the real client.
+    /// Has the same signature as in a build with the feature `hub`.
     ///
     /// # Errors
-    /// None: this build has no client.
+    /// Cannot be called: this build cannot create a client.
     pub fn dataset_file(&self, _: &str, _: &str) -> Result<PathBuf> {
         match self.0 {}
     }

@@ -40,7 +40,7 @@ pub(super) fn parquet(
             && schema.column(*n).max_rep_level() == 0
     };
     let Some(column) = names.iter().position(|name| name == field).filter(fits) else {
-        return Err(Error::new("the parquet file has no such column of text")
+        return Err(Error::new("the parquet file does not have the column of the text")
             .got(format!("{}: columns {}", path.display(), names.join(", ")))
             .allowed(format!("a column `{field}` of strings"))
             .hint("name the column with --text-field"));
@@ -87,7 +87,7 @@ mod tests {
     use super::super::tests::documents;
     use super::*;
 
-    /// A file by pyarrow with a checksum for each page (`write_page_checksum`), in hexadecimal: one row, "hello world".
+    /// The bytes of a file, in hexadecimal: pyarrow wrote one row, "hello world", with `write_page_checksum`.
     const WITH_CHECKSUM: &str = "\
         504152311500152a152a15ee8ceefa0c1c15021500150615061c0000000200000002010b00000068656c6c6f20776f72\
         6c641504192c35001806736368656d61150200150c250218047465787425004c1c0000001602191c191c26001c150c19\

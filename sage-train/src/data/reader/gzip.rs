@@ -1,4 +1,4 @@
-//! Reads gzip files with any number of members.
+//! Reads gzip files with any number of members (concatenated gzip streams).
 
 use std::io::{BufRead, Read, Result};
 
@@ -19,8 +19,7 @@ impl<R: BufRead> Read for Gzip<R> {
         if bytes.is_empty() {
             return Ok(0);
         }
-        // The member is kept while it is read, because a caller may read again after an error, such as an interrupted
-        // read.
+        // `self.0` keeps the member during the read: after an error, such as an interruption, a caller may read again.
         while let Some(member) = &mut self.0 {
             let read = member.read(bytes)?;
             if read > 0 {

@@ -1,4 +1,4 @@
-//! The Parquet reader of a build without the feature `parquet`, which always fails.
+//! The Parquet reader of builds without the feature `parquet`. It always returns an error.
 
 use std::fs::File;
 use std::path::Path;

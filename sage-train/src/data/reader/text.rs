@@ -23,8 +23,7 @@ pub(super) fn text(
         before = mark.len();
     }
     loop {
-        // Reads up to two pieces, so that [`piece_end`] gets more than a whole piece, and splits do not depend on the
-        // sizes of reads.
+        // If the file continues, [`piece_end`] must see more than PIECE bytes, so `held` is filled to 2 * PIECE.
         let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
         let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
         let last = (read as u64) < wanted;
@@ -56,7 +55,7 @@ pub(super) fn text(
     }
 }
 
-/// Ends a document if some of its pieces were already passed on.
+/// Ends the document with an empty piece if `each` has already received pieces of the document.
 fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }

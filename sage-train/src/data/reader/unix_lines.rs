@@ -29,7 +29,6 @@ impl<R: Read> Read for UnixLines<R> {
                 (bytes[read], read) = (b'\r', read + 1);
                 continue;
             }
-            // Copies all bytes up to the next `\r` at once.
             let there = self.inner.fill_buf()?;
             let len =
                 there.iter().position(|&byte| byte == b'\r').unwrap_or(there.len()).min(bytes.len() - read);

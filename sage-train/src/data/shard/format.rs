@@ -31,7 +31,7 @@ impl std::fmt::Display for Format {
 }
 
 impl Format {
-    /// The smallest format with a header that can store every id of a vocabulary.
+    /// The smallest format that has a header and can store every id of a vocabulary.
     pub fn for_vocab(vocab: usize) -> Self {
         if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
     }

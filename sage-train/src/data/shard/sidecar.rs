@@ -29,7 +29,7 @@ pub struct Sidecar {
     /// sidecars of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_bytes: Option<u64>,
-    /// Number of tokens of each document in order, with its end-of-text token. The sum is `tokens`.
+    /// Number of tokens of each document. The end-of-text token counts too. The sum is `tokens`.
     pub document_tokens: Vec<u64>,
     /// Whether the last document continues in the next shard.
     pub continues: bool,
@@ -53,8 +53,8 @@ impl Sidecar {
             return Ok(None);
         }
         let failed = || format!("cannot use {}, which describes a shard", path.display());
-        let hint = "copy the shard and its .bin.json file again; a shard without such a file is read without \
-                    this check";
+        let hint = "copy the shard and its .bin.json file again, or delete the .bin.json file: a shard without it is \
+                    not checked";
         let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
         let sidecar: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
@@ -67,8 +67,8 @@ impl Sidecar {
         }
         if sidecar.continues && sidecar.document_tokens.is_empty() {
             return wrong(
-                "a document that continues, and no documents".into(),
-                "a last document, which continues in the next shard",
+                "a last document that continues in the next shard, but an empty list of documents".into(),
+                "a list with at least one document",
             );
         }
         Ok(Some(sidecar))

@@ -39,8 +39,8 @@ impl ShardWriter {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
         let mut header = vec![0; format.header() as usize];
         if let Some((magic, version)) = format.magic() {
-            // The count is 2^32 - 1 until the shard is complete, so that [`Shard::open`] rejects an incomplete shard:
-            // its length does not match.
+            // Until the shard is complete, its header states 2^32 - 1 tokens. This does not match the file's length, so
+            // [`Shard::open`] rejects an incomplete shard.
             let numbers = [magic.to_le_bytes(), version.to_le_bytes(), [0xff; 4]];
             header[..12].copy_from_slice(numbers.as_flattened());
         }
@@ -80,15 +80,15 @@ impl ShardWriter {
         let (len, there) =
             (format.header() + sidecar.tokens * format.width(), file.metadata().map_err(failed())?.len());
         if there < len {
-            return Err(Error::new("an incomplete shard is shorter than its saved state")
+            return Err(Error::new("an incomplete shard is shorter than when the progress was saved")
                 .got(format!("{}: {there} bytes", path.display()))
                 .allowed(format!("at least {len}"))
-                .hint("remove the folder and start again"));
+                .hint("remove the folder and prepare the data again"));
         }
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;
         if format.magic().is_some() {
-            // Set the header's count to 2^32 - 1 again: the shard may have been completed after the state was saved.
+            // Marks the header as incomplete again: the shard may have been completed after the state was saved.
             file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
         }
         file.seek(SeekFrom::Start(len)).map_err(failed())?;
@@ -101,7 +101,7 @@ impl ShardWriter {
         self.sidecar.tokens
     }
 
-    /// Appends tokens that were made from `text_bytes` bytes of text and stand for `token_bytes` bytes of text.
+    /// Appends the tokens of `text_bytes` bytes of text. Decoded, the tokens have `token_bytes` bytes.
     ///
     /// # Errors
     /// When the file cannot be written, or an id does not fit the format.
@@ -117,8 +117,8 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
-        // A shard that an earlier version began has no `token_bytes`: that version counted the bytes of the tokens as
-        // `text_bytes`.
+        // If an earlier version of the program began the shard, `token_bytes` is missing, and `text_bytes` counts the
+        // bytes that the tokens stand for.
         self.sidecar.token_bytes =
             Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);
         self.sidecar.text_bytes += text_bytes;

@@ -1,4 +1,4 @@
-//! Changes components of a tokenizer: the space that it puts in front of a text, and the tokens that it adds.
+//! Reads and changes components of a tokenizer, such as those that add a space or tokens to a text.
 
 use candle_sage::Result;
 use serde::Deserialize;
@@ -8,15 +8,15 @@ use tokenizers::{NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, T
 use super::Tokenizer;
 use crate::{during, unpanicked};
 
-/// The part of Qwen2's regular expression that identifies it. For example, this part splits text at each digit, which
-/// the expressions of GPT-2 and Llama 3 do not.
+/// A part of Qwen2's regular expression that the expressions of GPT-2 and Llama 3 do not contain. It splits text at
+/// each digit.
 const QWEN2: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+";
 
 impl Tokenizer {
     /// The ids of a text in which the spelling of a special token, such as `<|im_start|>`, stands for the token.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the `tokenizers` library fails.
     pub fn encode_with_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         let mut inner = self.inner.clone();
         inner.set_encode_special_tokens(false);
@@ -33,7 +33,7 @@ impl Tokenizer {
     /// Whether text is split as by Qwen2's pre-tokenizer. The library transformers uses it for every Qwen2 model.
     ///
     /// # Errors
-    /// When the library fails.
+    /// When the pre-tokenizer cannot be serialized.
     pub fn splits_as_qwen2(&self) -> Result<bool> {
         let splits = serde_json::to_string(&self.inner.get_pre_tokenizer());
         Ok(splits.map_err(during("cannot read the tokenizer"))?.contains(&QWEN2.replace('\\', r"\\")))
@@ -54,7 +54,7 @@ impl Unknown {
     }
 }
 
-/// The encoding of unknown text in a `tokenizer.json`.
+/// Reads [`Unknown`] from the text of a `tokenizer.json`.
 pub(super) fn unknown(json: &str) -> Option<Unknown> {
     #[derive(Deserialize)]
     struct Whole {
@@ -100,7 +100,7 @@ fn keep_without_prefix(part: &mut Value) -> bool {
             if let Some(parts) = part.get_mut("normalizers").and_then(Value::as_array_mut) {
                 parts.retain_mut(keep_without_prefix);
             }
-            // Only the first pre-tokenizer gets the whole text. The spaces that later ones add separate words.
+            // Only the first pre-tokenizer gets the whole text. Later pre-tokenizers put a space before each word.
             if let Some(first) = part.get_mut("pretokenizers").and_then(|parts| parts.get_mut(0)) {
                 keep_without_prefix(first);
             }
@@ -151,7 +151,7 @@ mod tests {
             .expect("a tokenizer")
     }
 
-    /// T5 splits at spaces before `Metaspace` marks the beginning of each word.
+    /// `words` is as in T5's tokenizer: it splits at spaces, then `Metaspace` adds a mark to each word.
     #[test]
     fn only_a_space_before_the_whole_text_is_removed() {
         let mark = json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true});

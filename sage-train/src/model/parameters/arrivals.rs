@@ -21,7 +21,7 @@ impl PendingGathers {
         Self { group: group.clone(), coming: RefCell::new(vec![None; pieces]) }
     }
 
-    /// Records the all-gather of a piece. The transfers of a group end in the order in which they were started.
+    /// Records the latest all-gather of a piece. A wait for it also waits for all earlier transfers.
     pub(super) fn start(&self, piece: usize, transfer: Transfer) {
         self.coming.borrow_mut()[piece] = Some(transfer);
     }
@@ -41,8 +41,7 @@ impl PendingGathers {
 
 impl Drop for PendingGathers {
     fn drop(&mut self) {
-        // The memory of the weights is freed in stream order, after these waits. If the device fails here, an earlier
-        // call has reported it.
+        // The memory of the weights is freed in stream order, after these waits. An error cannot be returned here.
         let _ = self.wait_for_all();
     }
 }

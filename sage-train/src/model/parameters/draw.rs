@@ -1,5 +1,5 @@
-//! Random initial values. Each parameter has its own random stream, so that two models that differ in one parameter
-//! agree in all others.
+//! Random initial values. Each parameter has its own random stream, so that adding a parameter to a model does not
+//! change the initial values of the others.
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -16,7 +16,7 @@ pub(super) fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     (0..len).map(|_| normal.sample(&mut rng)).collect()
 }
 
-/// The 64-bit FNV-1a hash of a name. It is the number of the parameter's random stream.
+/// The 64-bit FNV-1a hash of a parameter's name, which selects the parameter's random stream.
 fn fnv1a(name: &str) -> u64 {
     name.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

@@ -9,8 +9,7 @@ use crate::model::spec::ParameterSpec;
 use crate::model::state::{State, StateFile};
 
 impl Parameters {
-    /// Reads every parameter from a safetensors file. `trained`: the ranks that train the parameters, and the names of
-    /// the optimizer's state. It is `None` if the model needs no gradients.
+    /// Reads every parameter from a safetensors file. `trained` is `None` if the model needs no gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or belongs to another model.
@@ -26,8 +25,8 @@ impl Parameters {
         Self::from_values(specs, &InitialValues::weights(&weights), device, dtype, trained)
     }
 
-    /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
-    /// weights are read.
+    /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; if it is `None`, only
+    /// the weights are read.
     ///
     /// # Errors
     /// When the checkpoint cannot be read, or belongs to another model.

@@ -1,4 +1,4 @@
-//! The hidden matrices of pieces that contain only such matrices, and the state that an optimizer keeps for their rows.
+//! The hidden matrices in a [`Piece`], and an optimizer's state for the rows of these matrices.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops::MuonMatrix;
@@ -8,17 +8,17 @@ use super::{InitialRows, Parameters};
 use crate::model::pieces::{Layout, Piece};
 use crate::model::spec::{Kind, ParameterSpec};
 
-/// A matrix of a piece that contains only hidden matrices.
+/// A hidden matrix in a [`Piece`] that contains only hidden matrices.
 pub(super) struct MatrixOfPiece<'a> {
     pub(super) name: &'a str,
-    /// Its shape and its place in the piece.
+    /// The matrix's shape, and the index of its first element in the [`Piece`].
     pub(super) of: MuonMatrix,
     /// Number of rows in a head, if the rows are divided into heads.
     pub(super) head: Option<usize>,
 }
 
-/// The matrices of a piece that contains only hidden matrices; `None` for other pieces. Matrices
-/// with the same shape and number of heads are adjacent.
+/// The matrices of a piece that contains only hidden matrices; `None` for other pieces. In the result, matrices with
+/// the same shape and number of heads are adjacent.
 pub(super) fn matrices_of<'a>(
     specs: &'a [ParameterSpec],
     layout: &Layout,
@@ -42,8 +42,8 @@ pub(super) fn matrices_of<'a>(
     })
 }
 
-/// The initial row statistics of a piece's matrices, one number for each row; empty if the optimizer keeps none. A
-/// tensor's name is `prefix` followed by the name of its matrix.
+/// The optimizer's initial row statistics for the matrices in `piece`: one number for each row. Empty if the optimizer
+/// keeps no row statistics. `values` is called with `prefix` followed by the matrix's name.
 pub(super) fn initial_rows(
     specs: &[ParameterSpec],
     layout: &Layout,
@@ -65,7 +65,7 @@ pub(super) fn initial_rows(
 }
 
 impl Parameters {
-    /// Copies of the row statistics, by tensor name.
+    /// For each matrix, a named copy of the row statistics that the optimizer keeps.
     pub(super) fn rows(&self) -> Result<Vec<(String, Tensor)>> {
         let mut all = Vec::new();
         for (piece, held) in self.layout.pieces.iter().zip(&self.held) {

@@ -11,7 +11,7 @@ use crate::model::LlamaConfig;
 use crate::ranks::{Group, Ranks};
 
 impl Parameters {
-    /// The scales of the operands of a model, made at the first call.
+    /// The scales of the FP8 operands of linear layers, created at the first call.
     pub(in crate::model) fn scales(&self, config: &LlamaConfig) -> Result<Arc<Fp8Scales>> {
         if let Some(scales) = self.scales.get() {
             return Ok(scales.clone());
@@ -21,7 +21,7 @@ impl Parameters {
         Ok(self.scales.get_or_init(|| made).clone())
     }
 
-    /// Restores scales from a checkpoint. If `state` is empty, each operand is measured at its first use.
+    /// Restores scales from a checkpoint. If `state` is empty, each scale is computed at the first use of its operand.
     ///
     /// # Errors
     /// When the scales belong to another model.
@@ -32,7 +32,7 @@ impl Parameters {
         self.scales(config)?.restore(state)
     }
 
-    /// How many operand values have saturated since the last call; `None` without scales.
+    /// How many values of FP8 operands have saturated since the last call; `None` without delayed scaling.
     ///
     /// # Errors
     /// When the device fails.
@@ -41,7 +41,7 @@ impl Parameters {
     }
 }
 
-/// Ends a step: the scales of the next step are computed from the largest values of all ranks.
+/// Called once in each step: computes the next step's scales from the operands' largest absolute values on all ranks.
 pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
     if ranks.rank().of > 1 {
         scales.set_largest(&largest_of(&scales.largest()?.force_contiguous()?, ranks.all())?)?;
@@ -49,13 +49,13 @@ pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
     scales.rescale()
 }
 
-/// The elementwise maximum over the members of a group.
+/// The elementwise maximum of `own` over the ranks of a group.
 pub(super) fn largest_of(own: &Tensor, group: &Group) -> Result<Tensor> {
     let (of, len) = (group.rank().of, own.elem_count());
     let all = Tensor::zeros(of * len, DType::F32, own.device())?;
     group.wait(group.gather(own, &all)?)?;
-    // Ranks are compared one by one, because candle's reductions copy the tensor's shape to the device, and this copy
-    // waits for all earlier work.
+    // One `maximum` per rank instead of a reduction, because candle's reductions copy the tensor's shape to the device,
+    // and this copy waits for all earlier work.
     let of_rank = |rank: usize| all.narrow(0, rank * len, len);
     (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))
 }

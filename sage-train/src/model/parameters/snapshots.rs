@@ -1,4 +1,4 @@
-//! Copies of weights and moments in host memory, and the numbers that compare the weights of two ranks.
+//! Copies of weights and moments in host memory, and checksums that show whether all ranks have the same weights.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops;
@@ -9,16 +9,16 @@ use crate::model::pieces::Piece;
 use crate::model::snapshot::Snapshot;
 use crate::ranks::{Mesh, Ranks};
 
-/// Elements per slice in the comparison of weights.
+/// [`sums`] converts this many elements to f32 at once.
 const SLICE: usize = 1 << 23;
 
 impl Parameters {
-    /// Numbers that are bit-identical on all ranks with the same weights: sums of squares of w and of w + 1, for each
-    /// gathered tensor of weights and for the f32 weights of each piece in FP8. The sum for w + 1 also depends on the
-    /// signs. All ranks must call this together.
+    /// Sums that are bit-identical on all ranks if all ranks have the same weights: for each tensor w of weights or FP8
+    /// scales, the sum of squares of w, and the sum of squares of w + 1, which also depends on the signs of w.
+    /// All ranks must call this together.
     ///
     /// # Errors
-    /// When memory is short for a slice in f32, or a rank cannot be reached.
+    /// When memory is short, or a rank cannot be reached.
     pub fn checksums(&self, ranks: &Ranks) -> Result<Vec<f64>> {
         self.arrivals.wait_for_all()?;
         let (mut all, mut own) = (self.initial.clone(), Vec::new());
@@ -70,8 +70,8 @@ impl Parameters {
         pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
     }
 
-    /// A copy, on the host, of the weights and moments that this rank writes to a checkpoint: its shard of
-    /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
+    /// A copy, on the host, of the weights and moments that this rank writes to a checkpoint. All nodes hold the same
+    /// shards, so each node writes only a part of each shard.
     ///
     /// # Errors
     /// When memory is short.

@@ -1,4 +1,4 @@
-//! The weights of a piece in the form that the model reads.
+//! The weights of a piece (parameters that are transferred together), in the form that the model reads.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -25,8 +25,8 @@ pub(super) enum Values {
 }
 
 impl Values {
-    /// `whole`: the weights of the piece. `own`: the elements that this rank owns, and their f32 weights. `matrices`:
-    /// the elements of each matrix, for a piece in FP8.
+    /// `whole`: the weights of the piece. `own`: the range of elements that this rank owns, and their f32 weights.
+    /// `matrices`: the element range of each matrix, if the piece is in FP8.
     pub(super) fn new(
         whole: Vec<f32>,
         own: (Range<usize>, Tensor),
@@ -38,8 +38,7 @@ impl Values {
         if let Some(matrices) = matrices {
             return Ok(Self::Fp8(Rc::new(Fp8Piece::new((dtype, len), matrices, own, group)?)));
         }
-        // If this rank owns the whole piece and the model computes in f32, the model reads the optimizer's weights,
-        // without a copy.
+        // If this rank owns the whole piece and the model computes in f32, model and optimizer share one tensor.
         let values = match own.0.len() == len && dtype == DType::F32 {
             true => own.1.clone(),
             false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
@@ -48,18 +47,19 @@ impl Values {
     }
 }
 
-/// A piece of matrices that training reads only in FP8. The matmuls read FP8 values of the optimizer's f32 weights; a
+/// A piece whose matrices training reads only in FP8. The FP8 values are quantized from the optimizer's f32 weights. A
 /// copy in the compute type exists only while a [`WeightCopies`] exists.
 #[derive(Debug)]
 pub(super) struct Fp8Piece {
     /// The compute type.
     dtype: DType,
     len: usize,
-    /// The element range of each matrix in the piece, ascending. Matrices that one matmul reads form one range.
+    /// The element range of each matrix in the piece, ascending. Matrices that one matmul reads count as one.
     matrices: Vec<Range<usize>>,
-    /// The elements that this rank owns, and their f32 weights.
+    /// The range of the piece's weights that this rank owns, and these weights in f32.
     own: (Range<usize>, Tensor),
-    /// FP8 values of the whole piece, u8, and the scale of each matrix, if other ranks own parts of the piece.
+    /// The FP8 values (u8) of the whole piece, and the scale of each of its `matrices`. `None` if this rank owns the
+    /// whole piece.
     gathered: Option<(Tensor, RefCell<Tensor>)>,
     /// The whole piece in the compute type, and the number of [`WeightCopies`] that need it.
     copies: RefCell<Option<(Tensor, usize)>>,
@@ -99,7 +99,7 @@ impl Fp8Piece {
         }
     }
 
-    /// The weights at `range` in the compute type.
+    /// The piece's weights at `range`, in the compute type.
     pub(super) fn copies(&self, range: &Range<usize>, dims: &[usize]) -> Result<Tensor> {
         match &*self.copies.borrow() {
             Some((all, _)) => all.narrow(0, range.start, range.len())?.reshape(dims),
@@ -109,7 +109,7 @@ impl Fp8Piece {
         }
     }
 
-    /// The FP8 values and the scales, which are equal on all ranks. Empty if this rank owns the whole piece.
+    /// The FP8 values and the scales of the piece, both equal on all ranks. Empty if this rank owns the whole piece.
     pub(super) fn tensors(&self) -> Vec<Tensor> {
         self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
     }
@@ -155,9 +155,10 @@ impl Fp8Piece {
     }
 }
 
-/// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs; nothing if no other rank owns
-/// parts. The scales follow from the largest values of all ranks, so the FP8 values equal those that
-/// [`Fp8Matrix::quantize`] computes from the whole matrix. (A matrix with a NaN may get another scale; the NaN stays.)
+/// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs: an empty list if no other rank
+/// owns parts. The scales follow from the largest values of all ranks, so the FP8 values equal those that
+/// [`Fp8Matrix::quantize`] computes from the whole matrix. (In a matrix with a NaN, the NaN stays, but other values may
+/// differ.)
 pub(super) fn quantize_shards(
     pieces: &[(usize, &Fp8Piece)],
     group: &Group,
@@ -181,14 +182,15 @@ pub(super) fn quantize_shards(
     Ok(quantized)
 }
 
-/// Copies of all weights in the compute type, which forwards outside of training read.
+/// Copies of the weights that training reads only in FP8. The copies have the compute type, and are read by forwards
+/// outside of training.
 #[derive(Debug)]
 #[must_use = "the copies are freed with this value"]
 pub struct WeightCopies<'a>(&'a Parameters);
 
 impl Parameters {
-    /// Makes copies, in the compute type, of the weights that training reads only in FP8. All ranks must call this
-    /// together.
+    /// For forwards outside of training: makes copies, in the compute type, of the weights that training reads in FP8.
+    /// All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
@@ -208,7 +210,7 @@ impl Parameters {
 }
 
 impl WeightCopies<'_> {
-    /// Keeps the copies until the parameters are updated or dropped.
+    /// Keeps the copies of the weights until the parameters are updated or dropped.
     pub fn keep(self) {
         std::mem::forget(self);
     }

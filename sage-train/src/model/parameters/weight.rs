@@ -14,11 +14,12 @@ use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 use super::arrivals::PendingGathers;
 use super::values::Fp8Piece;
 
-/// Weights in FP8, and the number of updates before each weight was quantized. The key is the index of the weight's
-/// first element in the layout, and its number of rows.
+/// Weights in FP8. The key is the weight's `at` and `rows`. The `u64` is the number of optimizer updates before the
+/// weight was quantized.
 pub(super) type Quantized = RefCell<HashMap<(usize, usize), (u64, Fp8Matrix)>>;
 
-/// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
+/// A parameter of a model, or several matrices that are adjacent in the layout of all parameters and are used as one
+/// matrix. Contains the value, and the gradient if the parameter is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
     pub(super) source: Source,
@@ -26,12 +27,12 @@ pub struct Weight {
     pub(super) at: usize,
     /// The size of the weight's first dimension.
     pub(super) rows: usize,
-    /// The index of the piece that contains the value.
+    /// The index, in `Layout::pieces`, of the piece that contains the weight.
     pub(super) piece: usize,
     pub(super) arrivals: Rc<PendingGathers>,
     /// In f32.
     pub gradient: Option<Tensor>,
-    /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
+    /// Whether the gradient has been written since it was cleared: one flag for each of the adjacent matrices.
     pub(super) filled: Vec<Arc<AtomicBool>>,
     pub(super) updates: Arc<AtomicU64>,
     pub(super) quantized: Rc<Quantized>,
@@ -42,13 +43,13 @@ pub struct Weight {
 pub(super) enum Source {
     /// In the compute type, or in f32.
     Stored(Tensor),
-    /// The elements of a piece in FP8, and the shape.
+    /// The elements `range` of an FP8 piece, as a tensor of shape `dims`.
     Fp8 { piece: Rc<Fp8Piece>, range: Range<usize>, dims: Vec<usize> },
 }
 
 impl Weight {
-    /// The value, in the model's compute type; norms, sinks, routers and `theta` are in f32. If other ranks have
-    /// updated the value, the device waits for its transfer.
+    /// The value, in the model's compute type; norms, sinks, routers and SLA2's `theta` are in f32. If other ranks have
+    /// updated the value, the device waits until the new value has arrived.
     ///
     /// # Errors
     /// When the device fails, or the value exists only in FP8 ([`Parameters::expand`](super::Parameters::expand)).
@@ -91,7 +92,7 @@ impl Weight {
         Ok(matrix)
     }
 
-    /// The tensor that the gradient is added to.
+    /// The tensor in which the gradient is accumulated.
     ///
     /// # Errors
     /// When the model was not made for training.

@@ -38,7 +38,7 @@ fn listen(world: &World) -> std::io::Result<TcpListener> {
         notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
         TcpListener::bind(("0.0.0.0", world.port))
     };
-    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A numeric loopback address is intentional.
+    // Debian's /etc/hosts gives 127.0.1.1 for the machine's name. A `host` that is itself a loopback address is used.
     let is_name = world.host != "localhost" && world.host.parse::<IpAddr>().is_err();
     let elsewhere = world.local.of < world.rank.of;
     match TcpListener::bind((world.host.as_str(), world.port)) {
@@ -62,7 +62,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     }
     let mut greetings = GreetingListener::new(listener, &world.secret).map_err(&failed)?;
     let began = Instant::now();
-    // By rank: the connection, and the rank's challenge to rank 0.
+    // By rank: the connection, and the nonce that rank 0 signs to prove that it knows the secret.
     let mut peers: BTreeMap<usize, (Peer, String)> = BTreeMap::new();
     let mut strangers = 0;
     while peers.len() + 1 < world.rank.of {
@@ -93,8 +93,8 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             peers.values().for_each(|(peer, _)| drop(send(&mut *lock(&peer.stream), &over)));
             return Err(Error::new("the ranks do not match")
                 .got(why)
-                .allowed("ranks of one run")
-                .hint("start all of them with one command"));
+                .allowed("ranks of one run, with the same version of sage-train")
+                .hint("start all ranks with one command"));
         }
         let Hello { rank, host, nonce, .. } = hello;
         peers.insert(rank, (peer(rank, host, stream)?, nonce));
@@ -133,9 +133,9 @@ fn check_parent() -> Result<()> {
 
 fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     let ready = stream.set_read_timeout(None).and_then(|()| stream.set_nodelay(true));
-    // A peer that accepts no data for 5 s counts as dead: the thread that listens to the peer reports the loss.
+    // Each write to a peer that accepts no data fails after 5 s.
     let ready = ready.and_then(|()| stream.set_write_timeout(Some(Duration::from_secs(5))));
-    ready.map_err(during("cannot meet the ranks"))?;
+    ready.map_err(during("cannot connect the ranks"))?;
     Ok(Peer { rank, host, stream: Mutex::new(stream), progress: Mutex::new(RankProgress::new()) })
 }
 
@@ -168,7 +168,8 @@ fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
 
 const ANOTHER_PROGRAM: &str = "something that is not this program";
 
-/// On the other ranks: connects to rank 0, which may start later. Rank 0 must answer within `patience`.
+/// Called on every rank except rank 0: connects to rank 0, even if it starts later. Once connected, rank 0 must answer
+/// within `patience`.
 pub(super) fn connect_to_first(world: &World, host: &str, patience: Duration) -> Result<Peer> {
     let began = Instant::now();
     loop {
@@ -186,7 +187,7 @@ pub(super) fn connect_to_first(world: &World, host: &str, patience: Duration) ->
                         format!("no answer for {} s: another program may have the port", patience.as_secs());
                     return Err(unreachable_first(world, got));
                 }
-                // A connection that closes before a message counts as a failed attempt.
+                // A connection that closes without an answer is tried again.
                 Err(error) => error,
             },
             Err(error) => error,
@@ -205,7 +206,7 @@ fn is_timeout(error: &std::io::Error) -> bool {
 
 /// Waits for the welcome, which rank 0 sends when all ranks have connected.
 fn wait_for_welcome(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
-    // Twice the limit of rank 0, so that rank 0 reports missing ranks first, even if it has only begun to wait.
+    // Rank 0 waits up to `COMING` for all ranks. This rank waits longer, so that rank 0 reports missing ranks first.
     let ready = stream.set_read_timeout(Some(2 * COMING));
     match ready.and_then(|()| receive(&mut stream)) {
         Ok(Message::Hello(hello)) if hello.rank == 0 && hello.of == world.rank.of => {
@@ -236,8 +237,8 @@ mod tests {
     use crate::ranks::Rank;
     use crate::ranks::secret::Secret;
 
-    /// A rank that knows the secret is refused and ends the run if it has another version, another number of ranks, or
-    /// index 0.
+    /// Rank 0 ends the run if a rank with the run's secret has another version than rank 0, expects another number of
+    /// ranks, or claims to be rank 0.
     #[test]
     fn ranks_of_another_version_or_number_are_refused() {
         let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port");

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// The limit for work that may take long: tokenizing, reading and writing weights and checkpoints. A disk or
-/// file system that hangs is detected only after this time.
+/// Time without progress that is allowed during long work: tokenizing, reading and writing weights and checkpoints.
+/// A disk or file system that hangs is detected only after this time.
 const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
 /// The known progress of a rank.
@@ -13,12 +13,12 @@ pub(super) struct RankProgress {
     pub(super) heard: Instant,
     /// The current step, from 1; 0 before the first step.
     pub(super) step: u64,
-    /// Number of batches of training and validation that the rank has counted.
+    /// Number of the rank's progress reports: one for each batch of training or validation.
     pub(super) ticks: u64,
     /// The time of the last change of the step, `ticks` or the activity.
     pub(super) since: Instant,
     pub(super) doing: String,
-    /// Whether the current work may take long: then [`ASIDE`] limits the time without progress.
+    /// Whether the current work may take long. If so, [`ASIDE`] limits the time without progress.
     pub(super) aside: bool,
     /// Whether the rank has left the run and sends no further messages.
     pub(super) left: bool,

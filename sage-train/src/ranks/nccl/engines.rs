@@ -1,5 +1,6 @@
-//! Collectives among the ranks of a node on the GPUs' copy engines (NCCL's zero-CTA policy). They leave all
-//! multiprocessors to concurrent kernels. They need memory that NCCL has allocated and every rank has registered.
+//! Collectives that run on the GPUs' copy engines (NCCL's zero-CTA policy), among the ranks of a node. These
+//! collectives leave all multiprocessors to concurrent kernels. They need memory that NCCL has allocated and every rank
+//! has registered.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -17,7 +18,7 @@ use crate::ranks::mesh::Rank;
 /// `NCCL_WIN_COLL_SYMMETRIC`: every rank registers memory of the same size.
 const SYMMETRIC: c_int = 1;
 
-/// Windows, NCCL's registered ranges of memory, start and end at multiples of this many bytes.
+/// NCCL's windows (registered ranges of memory) start and end at multiples of this many bytes.
 const ALIGNMENT: usize = 4096;
 
 /// The communicator of the ranks of a node, and the memory that is registered in it.
@@ -53,8 +54,8 @@ impl Engines {
     }
 
     /// Allocates and registers memory; all ranks of the node must call this with the same size. Returns `None` if ranks
-    /// cannot reach each other's memory. NCCL then makes no window; version 2.28 makes a window for this rank alone, at
-    /// an address outside GPU memory.
+    /// cannot reach each other's memory: NCCL 2.28 then sets `window` to an address outside GPU memory, and other
+    /// versions leave it null.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -108,17 +109,17 @@ impl Engines {
     /// Part `j` of `from` is sent to rank `j`, and part `i` of `into` is received from rank `i`.
     ///
     /// # Safety
-    /// `from` and `into` must be registered, and have a part of `bytes` bytes for each rank.
+    /// `from` and `into` must be registered with NCCL, and have a part of `bytes` bytes for each rank.
     pub(super) unsafe fn all_to_all(&self, from: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (from, into) = (from as *const c_void, into as *mut c_void);
         // SAFETY: the caller meets the conditions above.
         unsafe { (self.functions.all_to_all)(from, into, bytes, BYTES, self.communicator, stream) }
     }
 
-    /// `part` is sent to every rank, and part `i` of `into` is received from rank `i`.
+    /// `part` is sent to every rank. `into` receives the tensors of all ranks in the order of the ranks.
     ///
     /// # Safety
-    /// `part` and `into` must be registered; `part` has `bytes` bytes, and `into` has `bytes` bytes for each rank.
+    /// `part` and `into` must be registered with NCCL; `part` has `bytes` bytes, and `into` has as many for each rank.
     pub(super) unsafe fn all_gather(&self, part: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (part, into) = (part as *const c_void, into as *mut c_void);
         // SAFETY: the caller meets the conditions above.
@@ -128,7 +129,7 @@ impl Engines {
 
 /// A candle storage of memory that candle has not allocated.
 fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
-    // SAFETY: the memory has room for `len` elements, and any bits are a valid element.
+    // SAFETY: the caller has allocated memory for `len` elements, and every bit pattern is a valid `T`.
     let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(at, len) };
     CudaStorage::wrap_cuda_slice(slice, device.clone())
 }

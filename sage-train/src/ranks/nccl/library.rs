@@ -60,7 +60,7 @@ functions! {
 }
 
 functions! {
-    /// Functions for collectives on the copy engines, all since version 2.28.
+    /// Functions for collectives on the copy engines. NCCL 2.28 and later have all of them.
     Collectives:
     init_rank = b"ncclCommInitRankConfig": fn(*mut Communicator, c_int, Id, c_int, *mut Config) -> c_int;
     allocate = b"ncclMemAlloc": fn(*mut *mut c_void, usize) -> c_int;
@@ -69,7 +69,7 @@ functions! {
     all_gather = b"ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, Communicator, Stream) -> c_int;
 }
 
-/// `ncclConfig_t` of version 2.28, which later versions read too.
+/// `ncclConfig_t` as in NCCL 2.28. Later versions of NCCL also accept this form.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -121,7 +121,7 @@ impl Config {
 }
 
 impl Functions {
-    /// Loads the library. The collectives are `None` for versions before 2.28.
+    /// Loads NCCL. `Collectives` needs version 2.28 or later, and is `None` with earlier versions.
     pub(super) fn load() -> candle_sage::Result<(Self, Option<Collectives>)> {
         let named = std::env::var(PATH).ok();
         let names = named.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
@@ -153,8 +153,8 @@ impl Functions {
     }
 
     /// Turns an error code into an error. If another rank has exited, NCCL reports a remote error or a system
-    /// error. In this case the threads of `ControlConnection` usually end this process before this function
-    /// returns, with a message that names the other rank.
+    /// error. In this case the threads of `ControlConnection` usually name the other rank in a message and end this
+    /// process before this function returns.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());
@@ -164,7 +164,7 @@ impl Functions {
         let error = Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("set NCCL_DEBUG=WARN and NCCL_DEBUG_FILE=nccl.%h.%p for details; --copy-engines off needs no shared memory");
+            .hint("set NCCL_DEBUG=WARN and NCCL_DEBUG_FILE=nccl.%h.%p for details; try --copy-engines off, with which GPUs need not access each other's memory");
         Err(wait_for_report(error))
     }
 }

@@ -37,7 +37,7 @@ fn seeds_are_pairs_and_arms_are_compared_within_their_panel() {
     let mut runs = Vec::new();
     for (norm, base) in [("on", 2.0), ("off", 3.0)] {
         for (seed, chance) in [(1, 0.0), (2, 0.5), (3, -0.4)] {
-            // The seeds differ by far more than the arms.
+            // The losses differ far more between seeds than between arms.
             for (attn, cost) in [("sagebwd", 0.01), ("fpa", 0.0)] {
                 let settings = format!("attn = \"{attn}\"\nqk-norm = \"{norm}\"\nseed = {seed}");
                 runs.push(run(&settings, &[9.0, base + chance + cost]));
@@ -138,11 +138,11 @@ fn a_milestone_is_reached_between_validations() {
     let arm = &study.panels[0].arms[0];
     assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
     assert!(study.to_text().contains("tokens to 2.5"));
-    // The first validation is already past the milestone, so the number of tokens is not known.
+    // The first validation loss is already below the milestone, so the tokens needed to reach it are not known.
     let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
     let text = self::study(early.to_vec()).to_text();
     assert!(text.contains("before 1K"), "{text}");
-    // A diverged run is not in the mean, even if it reached the milestone before it diverged.
+    // The mean number of tokens to the milestone leaves out a diverged run, even if the run reached the milestone.
     let mut lost = run("seed = 3", &[4.0, 2.0, 9.0]);
     lost.ending = Some(RunEnd { status: Status::Diverged, reason: None });
     assert_eq!(reached(&lost, 2.5), None);
@@ -150,7 +150,7 @@ fn a_milestone_is_reached_between_validations() {
     assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));
 }
 
-/// A gradient that noise hides does not prevent the report.
+/// A report can be written even if no gradient is larger than its noise.
 #[test]
 fn a_hidden_gradient_is_not_drawn() {
     let squares = |exact| Squares { exact, low: exact, error: 1.0 };

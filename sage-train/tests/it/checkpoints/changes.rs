@@ -12,7 +12,7 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let eighth = "\n[[changes]]\nlr = 0.001\nstep = 8\nsteps = 12\n";
     scratch.ok(&["--resume", "runs/r", "--steps", "12", "--lr", "1e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
-    // A resume without flags, or of a finished run, changes no settings; later starts keep the recorded changes.
+    // A resume without flags, or of a finished run, changes no settings. Each resume keeps the recorded changes.
     scratch.ok(&["--resume", "runs/r"]);
     scratch.ok(&["--resume", "runs/r", "--lr", "2e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
@@ -23,11 +23,12 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let told = scratch.run(&["report", "runs/r"]);
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.contains("lr, steps after step 8; steps after step 12"), "{told}");
-    // If the steps after a change are trained again with another change, the new change replaces the old one.
+    // Without the checkpoint of step 16, the run is resumed at step 12 again: the new `steps` replaces the earlier one.
     std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000016")).expect("gone");
     scratch.ok(&["--resume", "runs/r", "--steps", "14"]);
     assert_eq!(saved(), format!("{begun}{eighth}\n[[changes]]\nstep = 12\nsteps = 14\n"));
-    // A new run from this file omits the changes, and reports them. The first steps of both runs are the same.
+    // A new run with this `config.toml` does not apply the changes, but a message lists them. Its 8 steps equal the
+    // first 8 steps of `r`.
     let again = scratch.run(&["--config", "runs/r/config.toml", "--name", "again"]);
     let told = String::from_utf8_lossy(&again.stderr);
     assert!(again.status.success() && told.contains("lr 0.001, steps 12 after step 8"), "{told}");

@@ -9,8 +9,8 @@ use sage_train::checkpoint::newest;
 use super::{assert_same_results, checkpoints, flags, prepared, run_of, signal};
 use crate::support::wait_until;
 
-/// With these settings, results do not depend on the number of steps: a long run that is interrupted is compared with a
-/// run of exactly as many steps.
+/// With these settings, a step's results do not depend on `--steps`. So tests can compare a run that was interrupted
+/// early with a run that has a smaller `--steps`.
 const COURSE: [&str; 8] =
     ["--schedule", "constant", "--warmup-steps", "1", "--checkpoint-every", "0", "--eval-every", "0"];
 
@@ -65,8 +65,8 @@ fn a_second_signal_leaves_at_once() {
     assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
 }
 
-/// A signal interrupts a step between its micro-batches: the completed steps are saved, and the run continues
-/// bit-identically.
+/// A signal interrupts a step between its micro-batches: the completed steps are saved, and the resumed run is
+/// bit-identical to an uninterrupted run.
 #[test]
 fn a_long_step_is_left_in_its_middle() {
     let scratch = prepared();

@@ -1,4 +1,4 @@
-//! Updates that are skipped as spikes, also after a resume.
+//! `--skip-spikes`: updates are skipped at spikes of the loss or of the gradient norm, also after a resume.
 
 use super::{assert_same, flags, numbers, prepared, run_of};
 

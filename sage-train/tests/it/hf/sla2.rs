@@ -66,7 +66,7 @@ fn an_export_of_sla2_is_sla2_again() {
     let log = std::fs::read_to_string(scratch.path().join("runs/further/log.txt")).expect("a log");
     assert!(log.contains("SLA2: 2 blocks of 16 (1 nearest)") && log.contains("values by head-dim"), "{log}");
 
-    // The setting of nearest blocks has an effect: without them the losses differ.
+    // The number of nearest blocks has an effect: the loss with 0 differs from the loss with 1.
     let far = sla2.iter().map(|&word| if word == "1" { "0" } else { word }).collect::<Vec<_>>();
     scratch.ok(&small(&[&far[..], &others, &stages, &tokens, &["--name", "far"]].concat()));
     let last = |name: &str| scratch.metrics(name).pop().expect("steps").loss;

@@ -1,5 +1,5 @@
 //! Compares training with PyTorch's AdamW in f64, on models of transformers. `scripts/hf_golden.py` makes the golden
-//! files, with the numbers of [`SETTINGS`].
+//! files. The script contains the same settings as [`SETTINGS`].
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -69,9 +69,9 @@ fn error(got: &[f64], expected: &[f64], before: &[f64]) -> f64 {
     (square(got, expected) / square(expected, before)).sqrt()
 }
 
-/// The trainer computes in f32: we measured errors of 1e-7 for losses, 2e-7 for norms, and 1.4e-5 for the elements of a
-/// tensor, where a gradient close to 0 has a large relative error. Mistakes change the loss by more: a step number that
-/// is one too low changes it by 3e-2, weight decay on norms by 9e-3, and division by norm + 1e-3 in clipping by 1.5e-5.
+/// The trainer computes in f32. We measured relative errors of 1e-7 for losses, 2e-7 for gradient norms and 1.4e-5 for
+/// weights and moments. Mistakes change the loss by more than 1e-7: a wrong step number (one too low) changes it by
+/// 3e-2, weight decay of RMSNorm's weights by 9e-3, and division by norm + 1e-3 in clipping by 1.5e-5.
 #[test]
 fn a_training_is_that_of_pytorch_in_f64() -> Result<()> {
     let data = golden("training").display().to_string();

@@ -23,8 +23,8 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
     documents_apart(&Device::new_cuda(0)?, DType::BF16, &[(Scheme::Unquantized, 0.05), (sage, 0.15)])
 }
 
-/// Compares one step in bf16 on a GPU with f32 on the CPU. Every activation is rounded by a relative 2^-9, about ten
-/// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
+/// Compares one step in bf16 on a GPU with f32 on the CPU. A block rounds activations about ten times, each time by
+/// a relative 2^-9. Forward and backward through three blocks make sixty roundings, whose errors add up as if
 /// independent: sqrt(60) * 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both devices, except for INT8
 /// values near a tie. The errors of FP8 are the same too, except for values near a midpoint: a rounding of 2^-9 moves
 /// one value in 32 across a midpoint, and changes it by 2^-3. This is an error of 2 % in an operand, and the errors of
@@ -46,8 +46,8 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     ] {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {
-            // Initial weights larger than the default, so that logits and gradients are not mere noise, and a head_dim
-            // that the kernels support.
+            // The kernels support this head_dim. With the default `init_std`, logits and gradients would be mere
+            // noise.
             let config = LlamaConfig {
                 scheme: Some(scheme),
                 linear,
@@ -96,10 +96,10 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Thirty steps of a small model on both devices. The losses start equal and then differ by well under 1 %, because
-/// roundings differ. With Attn-QAT a value that crosses a midpoint gets the next FP4 value, which is a third or a half
-/// larger: losses in the steep first steps differed by 2.4 %, final losses of three seeds by 1.0, 0.1 and 0.0 %. The
-/// next FP8 value is only up to an eighth larger. With `deterministic` the GPU repeats its results bit-identically.
+/// Thirty steps of a small model on CPU and GPU. The devices round differently. This changes losses by well under 1 %,
+/// except with Attn-QAT. There a rounding can lead to the next FP4 value, which is a third or a half larger: losses in
+/// the steep first steps differed by 2.4 %, final losses of three seeds by 1.0, 0.1 and 0.0 %. With FP8 the next value
+/// is at most an eighth larger. With `deterministic` the GPU repeats its results bit-identically.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {

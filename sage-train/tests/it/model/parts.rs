@@ -6,7 +6,7 @@ use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Recompute, Windows}
 
 use super::{LIMIT, batch, drawn, relative};
 
-/// Every field is named, so that a new part of the model is turned on here.
+/// Sets every field without `..`, so that the compiler reports a new field that is missing here.
 fn all_parts() -> LlamaConfig {
     LlamaConfig {
         vocab: 300,
@@ -33,7 +33,7 @@ fn all_parts() -> LlamaConfig {
         windows: Some(Windows { tokens: 9, pattern: "SSL".parse().expect("a pattern") }),
         softcap: Some(1.5),
         sinks: true,
-        // A model has either windows, soft caps and sinks, or SLA2, which other tests cover.
+        // SLA2 supports no windows, soft caps or sinks, so other tests cover it.
         sla2: None,
         z_loss: 1e-3,
         recompute: Recompute::None,
@@ -41,8 +41,8 @@ fn all_parts() -> LlamaConfig {
     }
 }
 
-/// Validation and training compute the same loss, every parameter gets a gradient, and decoding with a cache computes
-/// the logits of the whole sequence.
+/// Validation and training compute the same loss, and every parameter gets a gradient. Decoding with a cache computes
+/// the same logits as a forward over the whole sequence.
 #[test]
 fn every_forward_has_every_part() -> Result<()> {
     let (config, device) = (all_parts(), &Device::Cpu);

@@ -16,8 +16,8 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and the rank's own
-/// arguments.
+/// The command that torchrun would start as rank `rank` of `of`, with `on_node` ranks per node. `args` may differ
+/// between ranks.
 fn command(
     scratch: &Scratch,
     port: &str,
@@ -71,11 +71,11 @@ fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) 
     scratch.metrics(name)
 }
 
-/// Settings that divide the parameters into several pieces, whose gradients are reduced over the ranks in turn.
+/// Settings that divide the parameters into several pieces. The ranks reduce the gradients piece by piece.
 const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
 
-/// Every node has the whole optimizer state. The files of all ranks are one checkpoint, which any number of ranks can
-/// resume.
+/// Every node has the whole optimizer state. Each rank writes one part of a checkpoint, and any number of ranks can
+/// resume from the checkpoint.
 #[test]
 fn nodes_of_any_size_train_the_same() {
     let scratch = Scratch::new();
@@ -91,7 +91,7 @@ fn nodes_of_any_size_train_the_same() {
         );
         assert_same_course(&name, &one, &several, SUMS);
     }
-    // Muon's matrices are shared by the ranks of a node.
+    // The ranks of a node divide Muon's matrices among them.
     let muon = [&PIECES[..], &steps, &["--optimizer", "muon"]].concat();
     let one = train(&scratch, "1", "muon", &muon);
     for on_node in [4, 2] {
@@ -101,8 +101,8 @@ fn nodes_of_any_size_train_the_same() {
     // Sums do not depend on when gradients are transferred.
     assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-during")));
     assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-during")));
-    // Sums do not depend on the number of nodes either. (Only the last bits of the gradient norm, an f64 sum over
-    // shards, depend on it.)
+    // Losses do not depend on the number of nodes. The last bits of the gradient norm do, because it is an f64 sum over
+    // shards.
     let losses = |name| scratch.metrics(name).iter().map(|p| [Some(p.loss), p.val_loss]).collect::<Vec<_>>();
     for nodes in ["2-after", "1-auto"] {
         assert_eq!(losses("4-after"), losses(nodes), "{nodes}");
