@@ -89,7 +89,7 @@ pub struct Sla2 {
 
 impl Sla2 {
     /// SLA2 that uses `scheme` for the attention over the selected blocks. By default each block of 128 queries selects
-    /// at most 4 blocks of 128 keys, and there is no causal mask.
+    /// at most 4 blocks of 128 keys, and the mask is not causal.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self {
             attention: Attention::new(scheme),

@@ -118,10 +118,10 @@ impl StateFile {
             return Err(of_type(dtype));
         }
         let found = self.tensors.get(&name);
-        // The names of a layer's tensors begin with `model.layers.N.`.
-        let layer = name.match_indices('.').nth(2).map_or(name.as_str(), |(at, _)| &name[..=at]);
-        let has_layer = self.names().any(|other| other.starts_with(layer));
         let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
+            // The names of a layer's tensors begin with `model.layers.N.`.
+            let layer = name.match_indices('.').nth(2).map_or(name.as_str(), |(at, _)| &name[..=at]);
+            let has_layer = self.names().any(|other| other.starts_with(layer));
             Error::new(format!("{} does not belong to this model", self.path.display()))
                 .got(match found {
                     None => format!("no {name}"),
