@@ -1,4 +1,5 @@
-//! Import and export of models in Hugging Face's format: Llama, Mistral, Qwen2 (biases) and Qwen3 (QK-norm).
+//! Import and export of models in Hugging Face's format: Llama, Mistral and Ministral (windows), Qwen2 (biases) and
+//! Qwen3 (QK-norm).
 //! `config.json` contains the shape; `model.safetensors` (or several files with an index) contains the weights, under
 //! the same names as in a run's `model.safetensors`.
 
@@ -202,8 +203,8 @@ pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
 }
 
 /// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id`
-/// and all of `eos_token_id`. Ids that are not in the tokenizer are ignored with a warning. If a key has no other id,
-/// the tokenizer's end-of-text token is used for it.
+/// and all of `eos_token_id`. Ids that are not in the tokenizer are ignored with a warning. If neither file has a
+/// usable id for a key, the tokenizer's end-of-text token is used.
 ///
 /// # Errors
 /// When a file cannot be read, or an id is not a number.
@@ -290,6 +291,7 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
             "original_max_position_embeddings": original_context,
         }),
     };
+    let is_qwen = matches!(kind, ModelType::Qwen2 | ModelType::Qwen3);
     let mut all = json!({
         "architectures": [format!("{}ForCausalLM", kind.name())],
         "model_type": kind.key(),
@@ -310,7 +312,7 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         "attention_bias": false,
         "attention_dropout": 0.0,
         "mlp_bias": false,
-        "use_sliding_window": config.windows.is_some() && kind != ModelType::Mistral,
+        "use_sliding_window": config.windows.is_some() && is_qwen,
         "use_cache": true,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -322,6 +324,8 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         if kind != ModelType::Mistral {
             let kinds = (0..config.layers).map(|layer| LAYER_TYPES[usize::from(windows.of(layer).is_some())]);
             all["layer_types"] = kinds.collect::<Vec<_>>().into();
+        }
+        if is_qwen {
             // Versions of transformers without `layer_types` give the window to each layer from `max_window_layers` on.
             // They do not support other choices of layers.
             let first = (0..config.layers).find(|&layer| windows.of(layer).is_some());

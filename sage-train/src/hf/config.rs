@@ -160,7 +160,7 @@ impl HfConfig {
         let has_bias = match self.model_type {
             ModelType::Llama => self.attention_bias || self.mlp_bias,
             ModelType::Qwen3 => self.attention_bias,
-            ModelType::Mistral | ModelType::Qwen2 => false,
+            ModelType::Mistral | ModelType::Ministral | ModelType::Qwen2 => false,
         };
         let refused = [
             (
@@ -232,7 +232,7 @@ impl HfConfig {
     pub(super) fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
             ModelType::Qwen3 => 128,
-            ModelType::Llama | ModelType::Mistral | ModelType::Qwen2 => {
+            ModelType::Llama | ModelType::Mistral | ModelType::Ministral | ModelType::Qwen2 => {
                 self.hidden_size / self.num_attention_heads
             }
         })
@@ -242,7 +242,7 @@ impl HfConfig {
     pub(super) fn longest(&self) -> usize {
         self.max_position_embeddings.unwrap_or(match self.model_type {
             ModelType::Llama => 2048,
-            ModelType::Mistral => 131_072,
+            ModelType::Mistral | ModelType::Ministral => 131_072,
             ModelType::Qwen2 | ModelType::Qwen3 => 32_768,
         })
     }
@@ -251,9 +251,8 @@ impl HfConfig {
     /// same model may later have longer sequences.
     fn window(&self) -> Option<usize> {
         match (self.model_type, self.use_sliding_window) {
-            (ModelType::Mistral, _) | (ModelType::Qwen2 | ModelType::Qwen3, Some(true)) => {
-                self.sliding_window
-            }
+            (ModelType::Mistral | ModelType::Ministral, _)
+            | (ModelType::Qwen2 | ModelType::Qwen3, Some(true)) => self.sliding_window,
             // transformers' Llama does not read `sliding_window`.
             (ModelType::Llama | ModelType::Qwen2 | ModelType::Qwen3, _) => None,
         }
@@ -261,9 +260,10 @@ impl HfConfig {
 
     pub(super) fn windows(&self) -> Option<Windows> {
         let tokens = self.window()?;
-        // Mistral's files do not list layers: all layers have the window.
+        // Without `layer_types`, all layers of a Mistral or Ministral have the window. With `layer_types`, transformers'
+        // AutoModel loads a Mistral as a Ministral.
         let first = match self.model_type {
-            ModelType::Mistral => 0,
+            ModelType::Mistral | ModelType::Ministral => 0,
             ModelType::Llama | ModelType::Qwen2 | ModelType::Qwen3 => self.max_window_layers.unwrap_or(28),
         };
         let slides = |layer| match &self.layer_types {

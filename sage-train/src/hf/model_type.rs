@@ -13,6 +13,8 @@ pub enum ModelType {
     Llama,
     /// `MistralForCausalLM`: a Llama, optionally with a sliding window in all layers
     Mistral,
+    /// `MinistralForCausalLM`: a Llama with a sliding window in some layers
+    Ministral,
     /// `Qwen2ForCausalLM`: a Llama with biases of query, key and value
     Qwen2,
     /// `Qwen3ForCausalLM`: a Llama with QK-norm
@@ -24,14 +26,15 @@ impl ModelType {
         // A match, so that the compiler reports a new model type that is missing here.
         let next = |of: &Self| match of {
             Self::Llama => Some(Self::Mistral),
-            Self::Mistral => Some(Self::Qwen2),
+            Self::Mistral => Some(Self::Ministral),
+            Self::Ministral => Some(Self::Qwen2),
             Self::Qwen2 => Some(Self::Qwen3),
             Self::Qwen3 => None,
         };
         std::iter::successors(Some(Self::Llama), next)
     }
 
-    /// The model type whose models compute the same results as a model of `config` with dense attention.
+    /// The model type that computes the same results as a model of `config` would with dense attention.
     ///
     /// # Errors
     /// When transformers has no such model type.
@@ -81,14 +84,11 @@ impl ModelType {
         }
         let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {
-            (false, false) => match windows {
-                None => Ok(Self::Llama),
-                Some(true) => Ok(Self::Mistral),
-                Some(false) => Err(Error::new("cannot export a model of this shape")
-                    .got("sliding windows in some layers, without QK-norm and without biases of query, key and value")
-                    .allowed("windows in all layers, as Mistral has them, or QK-norm (Qwen3), or the biases (Qwen2)")
-                    .hint("use the run's model.safetensors: its weights have the names of Mistral, Qwen2 and Qwen3")),
-            },
+            (false, false) => Ok(match windows {
+                None => Self::Llama,
+                Some(true) => Self::Mistral,
+                Some(false) => Self::Ministral,
+            }),
             (false, true) => Ok(Self::Qwen2),
             (true, false) => Ok(Self::Qwen3),
             (true, true) => Err(Error::new("transformers has no model of this shape")
@@ -101,7 +101,7 @@ impl ModelType {
     /// Whether the type's queries and keys are normalized.
     pub(super) fn qk_norm(self) -> bool {
         match self {
-            Self::Llama | Self::Mistral | Self::Qwen2 => false,
+            Self::Llama | Self::Mistral | Self::Ministral | Self::Qwen2 => false,
             Self::Qwen3 => true,
         }
     }
@@ -109,7 +109,7 @@ impl ModelType {
     /// Whether the type's query, key and value have biases.
     pub(super) fn qkv_bias(self) -> bool {
         match self {
-            Self::Llama | Self::Mistral | Self::Qwen3 => false,
+            Self::Llama | Self::Mistral | Self::Ministral | Self::Qwen3 => false,
             Self::Qwen2 => true,
         }
     }
@@ -124,6 +124,7 @@ impl ModelType {
         match self {
             Self::Llama => "Llama",
             Self::Mistral => "Mistral",
+            Self::Ministral => "Ministral",
             Self::Qwen2 => "Qwen2",
             Self::Qwen3 => "Qwen3",
         }

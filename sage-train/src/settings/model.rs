@@ -15,7 +15,7 @@ use crate::quantity::Quantity;
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ModelSettings {
     /// Start from the weights, shape and tokenizer of a run, of one of its checkpoints (RUN/checkpoints/step-N), or of
-    /// a Hugging Face folder with a Llama, Mistral, Qwen2 or Qwen3 model
+    /// a Hugging Face folder with a Llama, Mistral, Ministral, Qwen2 or Qwen3 model
     #[arg(long, value_name = "DIR")]
     pub init_from: Option<PathBuf>,
     /// Number of transformer blocks

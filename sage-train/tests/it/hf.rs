@@ -434,16 +434,17 @@ fn parts_of_other_models_are_settings() {
     // A pattern without a window in any layer turns windows off.
     let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
     assert!(!plan.contains("windows of"), "{plan}");
-    // With a window in all layers the export is a Mistral.
-    let mistral = ["--qk-norm", "off", "--window", "9", "--steps", "1", "--attn", "fpa", "--name", "mistral"];
-    scratch.ok(&small(&[&["--data", "a.jsonl"][..], &mistral].concat()));
-    scratch.ok(&["export", "runs/mistral", "--to", "mistral"]);
-    let config = std::fs::read_to_string(scratch.path().join("mistral/config.json")).expect("a file");
-    assert!(config.contains("MistralForCausalLM") && config.contains("\"sliding_window\": 9"), "{config}");
-    assert_eq!(loss("runs/mistral"), loss("mistral"));
+    for (layers, class, name) in [("1", "MistralForCausalLM", "all"), ("2", "MinistralForCausalLM", "some")] {
+        let own = ["--layers", layers, "--qk-norm", "off", "--steps", "1", "--attn", "fpa", "--name", name];
+        scratch.ok(&small(&[&own[..], &windows, &["--data", "a.jsonl"]].concat()));
+        scratch.ok(&["export", &format!("runs/{name}"), "--to", name]);
+        let config = std::fs::read_to_string(scratch.path().join(name).join("config.json")).expect("one");
+        assert!(config.contains(class) && config.contains("\"sliding_window\": 9"), "{config}");
+        assert_eq!(loss(&format!("runs/{name}")), loss(name));
+    }
     // transformers has no model with both QK-norm and biases.
     let both = ["--qk-norm", "on", "--qkv-bias", "on", "--steps", "1", "--attn", "fpa", "--name", "both"];
-    scratch.ok(&small(&[&["--data", "a.jsonl"][..], &both].concat()));
+    scratch.ok(&small(&[&both[..], &["--data", "a.jsonl"]].concat()));
     let error = scratch.fails(&["export", "runs/both", "--to", "none"]);
     assert!(error.contains("transformers has no model") && !scratch.path().join("none").exists(), "{error}");
 }

@@ -124,8 +124,14 @@ fn sliding_windows_are_settings() {
     for (mistral, tokens) in [
         (json!({"model_type": "mistral", "sliding_window": 64}), 64),
         (json!({"model_type": "mistral"}), 4096),
+        (json!({"model_type": "ministral"}), 4096),
     ] {
         assert_eq!(windows(mistral), Ok((Some(tokens), "S".into())));
+    }
+    // transformers' AutoModel loads a Mistral with `layer_types` as a Ministral.
+    for kind in ["mistral", "ministral"] {
+        let of_layers = json!({"model_type": kind, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]});
+        assert_eq!(windows(of_layers), Ok((Some(8), "LS".into())));
     }
     let first = json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1});
     assert_eq!(windows(first), Ok((Some(8), "LS".into())));
@@ -193,7 +199,10 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
     // The message is about the architecture, whatever else the file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
     let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
-    assert!(error.contains("model_type gpt2") && error.contains("llama, mistral, qwen2, qwen3"), "{error}");
+    assert!(
+        error.contains("model_type gpt2") && error.contains("llama, mistral, ministral, qwen2, qwen3"),
+        "{error}"
+    );
 }
 
 /// Missing fields have transformers' defaults. Fields that transformers does not read are ignored.
