@@ -23,7 +23,7 @@ use crate::initial;
 use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
-use crate::quantity::gib;
+use crate::quantity::{gib, grouped};
 use crate::ranks::{ControlChannel, Ranks};
 use crate::runs::{CONFIG, ENDING, RunEnd, STARTS, Start, Status, divergence};
 use crate::settings::{Role, has_role, keys_with};
@@ -250,6 +250,13 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
         }
     };
     progress.print(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
+    if data.validation.len() < config.eval_tokens {
+        progress.print(&format!(
+            "validation data is shorter than --eval-tokens {}: each validation uses all {} tokens",
+            grouped(config.eval_tokens),
+            grouped(data.validation.len())
+        ));
+    }
 }
 
 /// Removes the record of how an earlier start of the run ended. If another rank's failure ends the process of rank 0,

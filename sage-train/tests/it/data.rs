@@ -163,6 +163,19 @@ fn attention_is_masked_by_document_if_requested() {
 }
 
 #[test]
+fn a_run_says_that_its_validation_data_is_short() {
+    let scratch = Scratch::new();
+    scratch.file("a.txt", "one two three four five six seven ".repeat(2000));
+    let short = |name: &str, tokens: &str| {
+        scratch.ok(&small(&["--data", "a.txt", "--steps", "1", "--name", name, "--eval-tokens", tokens]));
+        let log = scratch.path().join("runs").join(name).join("log.txt");
+        let log = std::fs::read_to_string(log).expect("a log");
+        log.contains("validation data is shorter than --eval-tokens")
+    };
+    assert!(short("long", "1m") && !short("short", "64"));
+}
+
+#[test]
 fn the_sequences_of_a_run_can_be_written_out() {
     let scratch = Scratch::new();
     scratch.file("a.jsonl", json_lines(200_000));
