@@ -57,15 +57,31 @@ pub struct Difference {
 pub(super) fn in_percent(mean: &Mean) -> String {
     // The losses of runs that continue from the same weights can differ by less than 0.01 %, so small differences get
     // more digits.
-    let size = mean.value.abs().max(mean.half.unwrap_or(0.0));
-    let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
+    let digits = digits(mean);
     format!("{:+.digits$} %{}", mean.value, mean.plus_minus(digits))
+}
+
+/// The number of decimals that show a mean in percent and its interval.
+fn digits(mean: &Mean) -> usize {
+    let size = mean.value.abs().max(mean.half.unwrap_or(0.0));
+    if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 }
 }
 
 impl Difference {
     /// The difference in percent, with its interval: `+0.12 % ± 0.34`.
     pub fn numbers(&self) -> String {
         in_percent(&self.mean)
+    }
+
+    /// The verdict as text; `margin` is in percent. If only the 90 % interval is within the margin, the text has it,
+    /// because [`Difference::numbers`] shows the 95 % interval.
+    pub(super) fn conclusion(&self, margin: f64) -> String {
+        let verdict = self.verdict.text(margin);
+        let shown = self.mean.value.abs() + self.mean.half.unwrap_or(0.0);
+        if self.verdict == Verdict::Matches && shown >= margin {
+            return format!("{verdict}: 90 % interval ± {:.1$}", self.mean.half_of_90(), digits(&self.mean));
+        }
+        verdict
     }
 
     /// The number of pairs of runs, as text after [`Difference::numbers`]: `, only 2 pairs`. Empty for one pair.
@@ -235,4 +251,23 @@ fn mean_over_seeds(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> Option
 /// The validation losses of a run by the number of tokens trained on.
 pub(super) fn validations(run: &Run) -> BTreeMap<u64, f64> {
     run.points.iter().filter_map(|point| Some((point.tokens, point.val_loss?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_match_that_the_shown_interval_does_not_explain_has_its_own() {
+        let conclusion = |values: &[f64]| {
+            let mean = Mean::of(values).expect("values");
+            let difference =
+                Difference { mean, paired: true, of_survivors: false, verdict: mean.verdict(0.5) };
+            (difference.numbers(), difference.conclusion(0.5))
+        };
+        // The standard error is 0.14, and Student's t with 2 degrees of freedom is 4.303 at 97.5 % and 2.920 at 95 %.
+        let (numbers, text) = conclusion(&[-0.2425, 0.0, 0.2425]);
+        assert_eq!((&*numbers, &*text), ("+0.00 % ± 0.60", "matches within 0.5 %: 90 % interval ± 0.41"));
+        assert_eq!(conclusion(&[-0.1, 0.0, 0.1]).1, "matches within 0.5 %");
+    }
 }

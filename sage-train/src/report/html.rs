@@ -223,7 +223,7 @@ impl Study {
         match (diverged, arm.difference) {
             (0, None) => None,
             (0, Some(difference)) => {
-                Some(format!("{} ({}), {tokens}", difference.numbers(), difference.verdict.text(self.margin)))
+                Some(format!("{} ({}), {tokens}", difference.numbers(), difference.conclusion(self.margin)))
             }
             (n, _) => Some(format!("{n} of {} runs diverged, {tokens}", arm.runs.len())),
         }

@@ -62,11 +62,16 @@ impl Mean {
         self.half.map(|half| (self.value - half, self.value + half))
     }
 
+    /// Half the width of the 90 % interval.
+    pub fn half_of_90(&self) -> f64 {
+        quantile(0.95, self.freedom) * self.error
+    }
+
     /// The verdict on a mean difference, where a difference below `margin` does not matter.
     pub fn verdict(&self, margin: f64) -> Verdict {
         let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
         // Two one-sided tests (TOST) at 5 % each: one for differences >= margin, one for <= -margin. Both must reject.
-        let within = self.value.abs() + quantile(0.95, self.freedom) * self.error;
+        let within = self.value.abs() + self.half_of_90();
         match () {
             () if within < margin => Verdict::Matches,
             () if low > 0.0 => Verdict::Higher,

@@ -60,7 +60,7 @@ impl Arm {
 
 fn percent(difference: &Difference, margin: f64) -> String {
     let survivors = if difference.of_survivors { ", without diverged or failed runs" } else { "" };
-    let verdict = difference.verdict.text(margin);
+    let verdict = difference.conclusion(margin);
     format!("{} ({verdict}{}{survivors})", difference.numbers(), difference.pairs())
 }
 
