@@ -54,7 +54,15 @@ pub(super) struct ReportArguments {
 impl ReportArguments {
     pub(super) fn run(&self) -> Result<()> {
         let mut baseline = Table::new();
-        for pair in &self.baseline {
+        // A text without `=` continues the list before it, as in `products=forward,s`.
+        let mut pairs: Vec<String> = Vec::new();
+        for text in &self.baseline {
+            match pairs.last_mut().filter(|_| !text.contains('=')) {
+                Some(before) => *before += &format!(",{text}"),
+                None => pairs.push(text.clone()),
+            }
+        }
+        for pair in &pairs {
             let (key, value) = pair.split_once('=').ok_or_else(|| {
                 Error::new("not a setting with its value")
                     .got(format!("--baseline {pair}"))
@@ -80,9 +88,14 @@ impl ReportArguments {
             [folder] => ReportOptions::of(folder)?,
             _ => ReportOptions::default(),
         };
+        if baseline.is_empty() {
+            baseline = of_sweep.baseline;
+            // With `--by`, other settings do not distinguish arms.
+            baseline.retain(|key, _| self.by.is_empty() || self.by.iter().any(|own| own == key));
+        }
         let options = ReportOptions {
             about: self.about.clone().or(of_sweep.about),
-            baseline: if baseline.is_empty() { of_sweep.baseline } else { baseline },
+            baseline,
             by: self.by.clone(),
             margin: self.margin,
             milestone,

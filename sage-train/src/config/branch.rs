@@ -30,6 +30,9 @@ impl Branch {
 impl std::fmt::Display for Branch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let before: Vec<String> = self.before.iter().map(|(key, value)| format!("{key} {value}")).collect();
-        write!(f, "{} until step {}", before.join(", "), self.step)
+        match before.is_empty() {
+            true => write!(f, "the same settings until step {}", self.step),
+            false => write!(f, "{} until step {}", before.join(", "), self.step),
+        }
     }
 }

@@ -7,8 +7,9 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
+use super::identity::tells_runs_apart;
 use super::{Config, MOST_SETTINGS, as_text, short_message};
-use crate::settings::{Settings, tables};
+use crate::settings::{Role, Settings, keys_with, tables};
 use crate::{during, read_small};
 
 pub(super) const LIST: &str = "changes";
@@ -61,8 +62,8 @@ impl Change {
         Ok(settings.over(before))
     }
 
-    /// The text of a run's `config.toml` after a resume from step `step` with the settings of `config`. Changes that
-    /// are listed for this step or later steps are removed, and the changes of this resume are added.
+    /// The text of a run's `config.toml` after a resume from step `step` with the settings of `config`. The
+    /// `[[changes]]` entries of this and later steps are removed. If the resume changed settings, an entry is added.
     ///
     /// # Errors
     /// As [`Change::read`].
@@ -92,6 +93,20 @@ impl std::fmt::Display for Change {
         let settings: Vec<String> =
             self.settings.iter().map(|(key, value)| format!("{key} {}", as_text(value))).collect();
         write!(f, "{} after step {}", settings.join(", "), self.step)
+    }
+}
+
+impl Config {
+    /// The settings in which this plan of a run differs from the run's `config.toml`, and which a resume may change
+    /// without changing the run's results: for example, how often checkpoints are saved.
+    ///
+    /// # Errors
+    /// As [`Config::read_last_settings`].
+    pub fn changed_on_resume(&self, path: &Path) -> Result<Vec<(String, String)>> {
+        let (planned, last) = (self.saved(), Self::resolve(Self::read_last_settings(path)?)?.saved());
+        let may = keys_with(Role::Resumable).into_iter().filter(|key| !tells_runs_apart(key));
+        let changed = may.filter(|key| key != "threads" && planned.get(key) != last.get(key));
+        Ok(changed.filter_map(|key| planned.get(&key).map(|value| (key.clone(), as_text(value)))).collect())
     }
 }
 

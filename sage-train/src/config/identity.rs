@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_sage::Scheme;
+use clap::ValueEnum;
 use toml::{Table, Value};
 
 use super::Config;
 use crate::model::{LlamaConfig, Windows};
 use crate::optim::{MuonConfig, Optimizer};
 use crate::quantity::Quantity;
-use crate::settings::{Preset, Role, SchemeSetting, Settings, has_role, in_words_by_layer};
+use crate::settings::{Preset, Role, Schedule, SchemeSetting, Settings, has_role, in_words_by_layer};
 
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
@@ -62,7 +63,7 @@ impl Config {
                     learning_rate,
                     beta2,
                     heads_apart,
-                    // The identity already contains these settings, as they were typed.
+                    // `kept` already contains these settings.
                     adamw: _,
                     weight_decay: _,
                     momentum: _,
@@ -191,6 +192,20 @@ pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
 }
 
+/// The setting that determines whether runs have a value for `key`: attention's settings depend on the scheme, Muon's
+/// settings on the optimizer.
+fn owner(key: &str) -> Option<&'static str> {
+    let of_schedule = || Schedule::value_variants().iter().any(|own| own.own_settings().contains(&key));
+    match key {
+        "attn" => None,
+        "window-pattern" => Some("window"),
+        _ if of_attention(key) => Some("attn"),
+        _ if key.starts_with("muon-") => Some("optimizer"),
+        _ if of_schedule() => Some("schedule"),
+        _ => None,
+    }
+}
+
 /// The keys in which runs differ. A key is left out if its value follows from another of these keys: the warm-up
 /// follows from the number of steps; with equal token budgets, the number of steps follows from the tokens per step.
 pub fn differing(identities: &[&Identity]) -> Vec<String> {
@@ -202,17 +217,6 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
         let first = values.next().flatten();
         !values.all(|value| value == first)
     };
-    // An attention setting is listed only if runs with the same `attn` differ in it.
-    let within_one = |key: &str| {
-        let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
-        for identity in identities {
-            of_attn.entry(identity.get("attn")).or_default().insert(identity.get(key));
-        }
-        of_attn.values().any(|values| values.len() > 1)
-    };
-    let tells = |key: &str| key == "attn" || !of_attention(key) || within_one(key);
-    let mut keys: Vec<String> =
-        keys.iter().filter(differs).filter(|key| tells(key)).map(|key| (*key).clone()).collect();
     let follows = |key: &str, from: &str| {
         let mut values: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
         for identity in identities {
@@ -220,6 +224,10 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
         }
         values.values().all(|of_one| of_one.len() == 1)
     };
+    // A setting with an owner is listed only if runs with the same value of the owner differ in it.
+    let tells = |key: &str| owner(key).is_none_or(|owner| !follows(key, owner));
+    let mut keys: Vec<String> =
+        keys.iter().filter(differs).filter(|key| tells(key)).map(|key| (*key).clone()).collect();
     let budgets = equal_budgets(identities);
     for key in ["warmup-steps", "sla2-dense-steps", "sla2-router-steps", "steps"] {
         for from in ["steps", "tokens-per-step"] {

@@ -2,7 +2,7 @@
 //! baseline.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result, Scheme};
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,7 @@ use toml::Table;
 use super::arm::{Arm, late_training_loss, reached};
 use super::chart::short;
 use crate::config::{BRANCHED_FROM, Identity, as_text, differing, is_seed, of_attention};
+use crate::data::DataConfig;
 use crate::quantity::counted;
 use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
@@ -34,7 +35,7 @@ pub struct ReportOptions {
     pub points: Vec<String>,
     /// Equivalence margin in percent of the baseline's loss: smaller differences do not matter.
     pub margin: f64,
-    /// If set, the report compares the numbers of tokens after which runs reach this loss.
+    /// If set, the report compares the numbers of tokens after which runs reach this validation loss.
     pub milestone: Option<f64>,
 }
 
@@ -112,13 +113,14 @@ impl Study {
     /// Compares runs, which may be in any order.
     ///
     /// # Errors
-    /// When there are no runs, `by` names a setting in which the runs do not differ, or no arm is the baseline.
+    /// When there are no runs, `by` names a setting in which the runs do not differ, or none of several arms
+    /// has the settings of `options.baseline`.
     pub fn new(runs: Vec<Run>, options: &ReportOptions) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
         let all: Vec<&Identity> = identities.iter().collect();
         let keys: Vec<String> = differing(&all).into_iter().filter(|key| !is_seed(key)).collect();
-        let of_arm = arm_keys(&keys, &options.by, &options.points)?;
+        let of_arm = arm_keys(&keys, options)?;
         let values = |identity: &Identity, of_arm_: bool| -> Values {
             let chosen = keys.iter().filter(|key| of_arm.contains(key) == of_arm_);
             chosen.filter_map(|key| Some((key.clone(), identity.get(key)?.clone()))).collect()
@@ -135,7 +137,9 @@ impl Study {
         }
         // A setting that all runs share does not identify an arm.
         let mut asked = options.baseline.clone();
-        asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&as_text(value))));
+        asked.retain(|key, value| {
+            !identities.iter().all(|run| run.get(key).is_some_and(|own| is_same(own, &as_text(value))))
+        });
         let baseline = baseline(&order, &asked)?;
         // The baseline is the first arm in every table.
         if let Some(at) = baseline {
@@ -248,6 +252,20 @@ impl Panel {
                 from.display()
             ));
         }
+        let mut data: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+        for run in runs().filter(|run| !run.config.data.sources.is_empty()) {
+            // Runs that differ only in the order of the data have the same data.
+            let own = run.config.data.clone();
+            let settings =
+                DataConfig { order_seed: 0, corpus_seed: 0, context: 0, out: PathBuf::new(), ..own };
+            data.entry(format!("{settings:?}")).or_default().extend(run.data_fingerprint());
+        }
+        if data.values().any(|fingerprints| fingerprints.len() > 1) {
+            warnings.push(format!(
+                "runs with the same --data were trained on different data, which changed in the meantime{}",
+                self.place()
+            ));
+        }
         if let Some(baseline) = self.arms.first() {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
@@ -291,8 +309,10 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
 }
 
 /// The keys that distinguish arms, chosen from the `keys` in which runs differ: `by` if it is not empty. Otherwise
-/// `branched-from`, the keys of attention and the keys in `points`. If runs differ in none of these, the first key.
-fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
+/// `branched-from`, the keys of attention, and the keys in `points` and `baseline`. If runs differ in none of these, or
+/// only in `branched-from`: also the first of the other keys.
+fn arm_keys(keys: &[String], options: &ReportOptions) -> Result<Vec<String>> {
+    let ReportOptions { by, points, baseline, .. } = options;
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in this setting")
             .got(format!("--by {missing}"))
@@ -306,9 +326,26 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     if !by.is_empty() {
         return Ok(by.to_vec());
     }
-    let told_apart = |key: &&String| of_attention(key) || *key == BRANCHED_FROM || points.contains(key);
-    let attention: Vec<String> = keys.iter().filter(told_apart).cloned().collect();
-    Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
+    // The identity has the number of steps instead of the number of tokens.
+    let in_points =
+        |key: &String| points.contains(key) || (key == "steps" && points.iter().any(|p| p == "tokens"));
+    let told_apart =
+        |key: &&String| of_attention(key) || in_points(key) || baseline.contains_key(key.as_str());
+    let (branch, others): (Vec<&String>, Vec<&String>) = keys.iter().partition(|key| *key == BRANCHED_FROM);
+    let mut chosen: Vec<&String> = others.iter().copied().filter(told_apart).collect();
+    if chosen.is_empty() {
+        chosen.extend(others.first());
+    }
+    Ok(branch.into_iter().chain(chosen).cloned().collect())
+}
+
+/// Whether two texts are the same value: numbers and quantities are compared by size, so `1k` is `1024`.
+fn is_same(a: &str, b: &str) -> bool {
+    let number = |text: &str| text.parse::<f64>().ok();
+    let quantity = |text: &str| text.parse::<crate::quantity::Quantity>().ok();
+    a == b
+        || number(a).is_some_and(|own| Some(own) == number(b))
+        || quantity(a).is_some_and(|own| Some(own) == quantity(b))
 }
 
 /// Whether all runs start from the same weights of one earlier model, train for equally many steps, and have batches of
@@ -325,7 +362,7 @@ fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
 }
 
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
-    let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
+    let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && is_same(v, value));
     // A run with `--eval-attn` makes two arms. The arm without `eval-attn` is preferred as the baseline.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
@@ -354,7 +391,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     fn value<'a>(arm: &'a Values, key: &str) -> Option<&'a str> {
         arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
-    // A label contains a setting of the arm's scheme only if another arm of this scheme has another value.
+    // Attention settings are compared only between arms with the same `attn`.
     let tells = |arm: &Values, key: &str| {
         let own = of_attention(key) && key != "attn" && value(arm, "attn").is_some();
         let differs = |other: &Values| {

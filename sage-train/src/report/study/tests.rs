@@ -1,7 +1,7 @@
 //! Tests of studies of made-up runs.
 
 use super::*;
-use crate::config::Config;
+use crate::config::{Branch, Config};
 use crate::metrics::{GradientErrors, Part, Point, Squares, Sums};
 use crate::report::statistics::Verdict;
 use crate::runs::{RunEnd, Start, Status};
@@ -91,7 +91,7 @@ fn repetitions_of_a_seed_are_one_and_other_data_is_no_pair() {
     assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 runs of 1 seed"));
     let difference = arms[1].difference.expect("a pair");
     assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
-    // Each arm has three seeds. The two runs with seed 3 have different data.
+    // The last run (`sagebwd`, seed 3) has other data than the `fpa` run with seed 3.
     runs.extend([2, 3].map(|seed| of("fpa", seed, 2.0)));
     runs.extend([2, 3].map(|seed| of("sagebwd", seed, 2.0)));
     for (n, run) in runs.iter_mut().enumerate() {
@@ -168,4 +168,58 @@ fn a_hidden_gradient_is_not_drawn() {
     };
     assert!(figures(40.0).contains(&"gradients"));
     assert!(!figures(30.0).contains(&"gradients"));
+}
+
+/// The labels of the arms of a study with one panel, and whether each arm except the first has a difference.
+fn compared(runs: Vec<Run>, options: &ReportOptions) -> Vec<String> {
+    let study = Study::new(runs, options).expect("a study");
+    assert_eq!(study.panels.len(), 1, "{}", study.to_text());
+    assert!(study.panels[0].arms[1..].iter().all(|arm| arm.difference.is_some()), "{}", study.to_text());
+    study.panels[0].arms.iter().map(|arm| arm.label.clone()).collect()
+}
+
+#[test]
+fn settings_that_follow_from_another_setting_do_not_split_arms() {
+    for (key, values) in [("optimizer", ["adamw", "muon"]), ("schedule", ["cosine", "wsd"])] {
+        let runs = values.iter().flat_map(|value| {
+            [1, 2].map(|seed| {
+                run(&format!("{key} = \"{value}\"\nseed = {seed}"), &[9.0, 2.0 + f64::from(seed)])
+            })
+        });
+        let labels = values.map(|value| format!("{key} {value}"));
+        assert_eq!(compared(runs.collect(), &ReportOptions::default()), labels);
+    }
+    let runs = ["window = 16", ""].iter().flat_map(|own| {
+        [1, 2].map(|seed| run(&format!("{own}\nattn = \"fpa\"\nseed = {seed}"), &[9.0, 2.0]))
+    });
+    assert_eq!(compared(runs.collect(), &ReportOptions::default()), ["window 16", "window none"]);
+}
+
+/// The settings of the baseline distinguish arms, in any spelling of their numbers, also next to a branched run.
+#[test]
+fn a_baseline_is_compared_by_value() {
+    let of = |lr: &str, seed| run(&format!("lr = {lr}\nseed = {seed}"), &[9.0, 2.0]);
+    let mut runs = vec![of("0.008", 1), of("0.008", 2), of("0.004", 1), of("0.004", 2)];
+    let baseline = toml::from_str("lr = \"4e-3\"").expect("a table");
+    let options = ReportOptions { baseline, ..ReportOptions::default() };
+    assert_eq!(compared(runs.clone(), &options), ["lr 0.004", "lr 0.008"]);
+    let mut branched = of("0.016", 1);
+    branched.config.branch = Some(Branch { run: "a".into(), step: 1, before: BTreeMap::new() });
+    runs.push(branched);
+    let labels = compared(runs, &options);
+    assert!(labels[0] == "lr 0.004" && labels[2].contains("branched-from"), "{labels:?}");
+}
+
+#[test]
+fn data_that_changed_between_runs_is_a_warning() {
+    let runs = |fingerprint: &str| {
+        ["fpa", "sagebwd"].map(|attn| {
+            let seed = if fingerprint == "a" { 1 } else { 2 };
+            let mut run = run(&format!("data = \"a.txt\"\nattn = \"{attn}\"\nseed = {seed}"), &[9.0, 2.0]);
+            run.starts = vec![start(fingerprint)];
+            run
+        })
+    };
+    let warned = |runs: Vec<Run>| study(runs).to_text().contains("different data, which changed");
+    assert!(warned([runs("a"), runs("b")].concat()) && !warned([runs("a"), runs("a")].concat()));
 }
