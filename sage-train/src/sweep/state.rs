@@ -9,7 +9,8 @@ use super::{PlannedRun, Sweep};
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
 use crate::runs::{
-    CONFIG, METRICS, Run, RunEnd, STARTS, Start, Status, ended_since, ending, initial_weights, optional,
+    CONFIG, METRICS, Run, RunEnd, STARTS, Start, Status, branch, ended_since, ending, initial_weights,
+    optional,
 };
 use crate::{checkpoint, initial, writing};
 
@@ -137,12 +138,19 @@ impl Sweep {
         RunFolder { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
-    /// The folder of each planned run: an existing folder with a run of this identity, else an unused path. The names
-    /// of runs are not compared, because two plans may give the same run different names.
+    /// The folder of each planned run: an existing folder with a run of this identity, else an unused path. Two plans
+    /// may give the same run different names, so a folder with another name counts too. If several folders have a run
+    /// of this identity, such as copies of one run, a finished run is preferred, then the planned name.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
-        let of =
-            |run: &PlannedRun| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
+        let of = |run: &PlannedRun| {
+            let those = there.iter().filter(|(_, identity)| identity.as_ref() == Some(&run.identity));
+            those.min_by_key(|(folder, _)| {
+                let end = ending(folder).ok().flatten();
+                let is_finished = end.is_some_and(|end| end.status == Status::Finished);
+                (!is_finished, RunFolder::name_of(folder) != run.name)
+            })
+        };
         let mut folders: Vec<Option<PathBuf>> =
             self.runs.iter().map(|run| of(run).map(|(folder, _)| folder.clone())).collect();
         let mut used: BTreeSet<PathBuf> = there.iter().map(|(folder, _)| folder.clone()).collect();
@@ -199,7 +207,7 @@ impl Sweep {
         if self.crash_file(&name).exists() && !ended_since(&self.folder, &name) && asked() {
             return State::Crashed;
         }
-        // Versions before `ending.json` did not record how a run ended.
+        // Older versions of sage-train did not write `ending.json`.
         if let Some(status) = ended(read.as_ref().and_then(Run::status)) {
             return State::Ended(status);
         }
@@ -239,6 +247,14 @@ impl Sweep {
     }
 }
 
+/// The identity of the run with the settings in `path`. `None` if a resume changed the identity, because no planned run
+/// changes its settings during training.
 fn identity_in(path: &Path) -> Option<Identity> {
-    Config::read_last_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
+    let of = |settings: Result<_>| -> Option<Identity> {
+        let config = settings.and_then(Config::resolve).ok()?;
+        let branch = branch(path.parent()?).ok()?;
+        Some(Config { branch, ..config }.identity())
+    };
+    let last = of(Config::read_last_settings(path));
+    last.filter(|last| of(Config::read_settings(path)).as_ref() == Some(last))
 }

@@ -15,7 +15,7 @@ use super::{State, Sweep};
 use crate::checkpoint;
 use crate::device::{DeviceKind, gpus};
 use crate::lock::Lock;
-use crate::runs::{RunEnd, Status, ending as recorded};
+use crate::runs::{CONFIG, RunEnd, Status, ending as recorded};
 use crate::signals::SecondSignal;
 use crate::{during, notify, open_own, ranks, signals, writing};
 
@@ -268,6 +268,9 @@ impl Sweep {
         let asked = self.asked_file(&name);
         if checkpoint::newest(&place.folder).is_some() {
             command.arg("--resume").arg(&place.folder);
+            for (key, value) in config.changed_on_resume(&place.folder.join(CONFIG))? {
+                command.arg(format!("--{key}={value}"));
+            }
         } else if self.set_aside(place)? {
             command.arg("--config").arg(&asked).arg("--name").arg(&name);
         } else {
@@ -323,7 +326,7 @@ impl Sweep {
         if Lock::is_held(folder) {
             return Ok(State::Elsewhere);
         }
-        // The run saved a checkpoint, or was stopped before there was anything to save: the next start of the sweep
+        // If the run was asked to stop, it saved a checkpoint, or had nothing to save yet. The next start of the sweep
         // continues the run.
         let asked = status.code().is_some_and(|code| ASKED_TO_STOP.contains(&code)) || terminated(status);
         if asked || job.stopping {

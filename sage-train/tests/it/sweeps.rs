@@ -188,6 +188,40 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     assert!(sweep.join("plan/seed-1.attempt-1/metrics.jsonl").exists());
 }
 
+/// A sweep counts neither a branched run nor a copy as a planned run. A run that it resumes uses the edited file's
+/// settings for validation.
+#[cfg(unix)]
+#[test]
+fn branches_and_copies_do_not_replace_planned_runs() {
+    let scratch = Scratch::new();
+    let tables = |lr: &str, every: u32| {
+        format!("steps = 40\neval-every = {every}\ncheckpoint-every = 20\nlr = {lr}\n")
+    };
+    file(&scratch, "s.toml", &tables("1e-3", 0));
+    scratch.ok(&["sweep", "s.toml"]);
+    let sweep = scratch.path().join("runs/s");
+    assert_eq!(runs(&sweep), ["sagebwd"]);
+    let from = "runs/s/sagebwd/checkpoints/step-00000020";
+    scratch.ok(&["--resume", from, "--new-name", "branch", "--lr", "2e-3"]);
+    file(&scratch, "s.toml", &tables("2e-3", 0));
+    scratch.ok(&["sweep", "s.toml"]);
+    assert_eq!(runs(&sweep), ["branch", "sagebwd", "sagebwd-2"]);
+    // The first run becomes an interrupted run, with a copy whose name comes first in the alphabet.
+    let run = sweep.join("sagebwd");
+    std::fs::write(run.join("ending.json"), "{\"status\": \"interrupted\"}").expect("an ending");
+    std::fs::remove_dir_all(run.join("checkpoints/step-00000040")).expect("a checkpoint");
+    let copy = Command::new("cp").args(["-r", "sagebwd", "copy"]).current_dir(&sweep).status();
+    assert!(copy.expect("cp").success());
+    file(&scratch, "s.toml", &tables("1e-3", 10));
+    scratch.ok(&["sweep", "s.toml"]);
+    let ending =
+        |name: &str| std::fs::read_to_string(sweep.join(name).join("ending.json")).expect("an ending");
+    assert!(ending("sagebwd").contains("finished") && ending("copy").contains("interrupted"));
+    let validated: Vec<u64> =
+        scratch.metrics("s/sagebwd").iter().filter(|p| p.val_loss.is_some()).map(|p| p.step).collect();
+    assert_eq!(validated, [30, 40]);
+}
+
 /// A run with its own copy of a tokenizer has the same identity after it was interrupted.
 #[cfg(unix)]
 #[test]
