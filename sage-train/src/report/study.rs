@@ -2,7 +2,7 @@
 //! baseline.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_sage::{Error, Result, Scheme};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
 use crate::{during, partial, writing};
 
-/// The file with the default options of a sweep's reports, in the sweep's folder.
+/// The file in a sweep's folder that contains the sweep's [`ReportOptions`].
 const STUDY: &str = "study.toml";
 
 /// Options of a report that compares runs.
@@ -254,11 +254,10 @@ impl Panel {
         }
         let mut data: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
         for run in runs().filter(|run| !run.config.data.sources.is_empty()) {
-            // Runs that differ only in the order of the data have the same data.
-            let own = run.config.data.clone();
-            let settings =
-                DataConfig { order_seed: 0, corpus_seed: 0, context: 0, out: PathBuf::new(), ..own };
-            data.entry(format!("{settings:?}")).or_default().extend(run.data_fingerprint());
+            let DataConfig { sources, val_sources, tokenizer, val_fraction, vocab_size, .. } =
+                &run.config.data;
+            let settings = format!("{sources:?} {val_sources:?} {tokenizer:?} {val_fraction} {vocab_size}");
+            data.entry(settings).or_default().extend(run.data_fingerprint());
         }
         if data.values().any(|fingerprints| fingerprints.len() > 1) {
             warnings.push(format!(
