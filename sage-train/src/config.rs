@@ -38,7 +38,7 @@ pub use reference::reference;
 /// The name of the subfolder where a sweep keeps the requested settings of its runs.
 pub const PLAN: &str = "plan";
 
-/// A resolved run.
+/// The configuration of a run, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// The complete settings.
@@ -68,7 +68,7 @@ pub struct Config {
     pub device: DeviceKind,
     /// Seed of the initial weights.
     pub weights_seed: u64,
-    /// Seed of everything random except weights and data.
+    /// Seed of the sample text, and the default for the seeds of weights and data.
     pub seed: u64,
     /// Folder of runs.
     pub out: PathBuf,
@@ -78,7 +78,7 @@ pub struct Config {
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
-    /// The scheme of a second validation (`--eval-attn`); `None` for no second validation.
+    /// The scheme with which each validation also computes the loss (`--eval-attn`), if any.
     pub eval_scheme: Option<Scheme>,
     /// Steps between probes, which measure the errors of low-bit attention; 0 for no probes.
     pub probe_every: u64,
@@ -88,7 +88,7 @@ pub struct Config {
     pub sample_tokens: usize,
     /// Number of threads; all cores if `None`.
     pub threads: Option<usize>,
-    /// FLOP/s of the machine, if known.
+    /// FLOP/s of one device, if known.
     pub peak_flops: Option<f64>,
     /// The run that this run was branched off, if any.
     pub branch: Option<Branch>,
@@ -141,7 +141,7 @@ impl Config {
         // The last batch of a validation may be a single sequence: FP8 matmuls must support its number of tokens too.
         model.linear_in_evaluation.check("context", model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
-        // The saved settings have no warm-up unless one was given, because the default depends on the number of steps.
+        // A default warm-up is not saved: it is computed from the number of steps whenever settings are resolved.
         s.optimizer.warmup_steps = asked_warmup;
         let out = need(s.run.out.clone());
         let seed = checks::seed("seed", need(s.run.seed))?;
@@ -206,7 +206,7 @@ impl Config {
         Training { ranks, moments: self.optimizer.moments() }
     }
 
-    /// Number of rows of the embedding for a vocabulary, which some presets pad.
+    /// Number of rows of the embedding: the vocabulary size, which some presets pad.
     pub fn embedding_rows(preset: Preset, vocab_size: usize) -> usize {
         model::model_vocab(preset, vocab_size)
     }
@@ -285,7 +285,7 @@ impl Config {
         settings.run.name = None;
         let mut table = Table::try_from(&settings).expect("settings are plain values");
         // A scheme's default settings are saved too, because defaults of a later version may differ.
-        for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
+        for (key, value) in Attn::settings_of(self.model.scheme, self.model.sla2.as_ref()) {
             let with = |value: &str| {
                 let mut with = table.clone();
                 with.entry(key).or_insert(value.into());

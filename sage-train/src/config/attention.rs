@@ -18,8 +18,7 @@ pub fn check_own(
     sla2: Option<&Sla2Config>,
 ) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
-    let own = attn.own_settings(scheme, sla2);
-    // Only dense attention has separate schemes for layers.
+    let own = Attn::settings_of(scheme, sla2);
     let dense = scheme.is_some() && sla2.is_none();
     let idle = |key: &&String| {
         let means_something = matches!(key.as_str(), "attn" | "eval-attn")

@@ -10,7 +10,7 @@ use super::Config;
 use crate::model::{LlamaConfig, Windows};
 use crate::optim::{MuonConfig, Optimizer};
 use crate::quantity::Quantity;
-use crate::settings::{Preset, Role, Schedule, SchemeSetting, Settings, has_role, in_words_by_layer};
+use crate::settings::{Attn, Preset, Role, Schedule, SchemeSetting, Settings, has_role, in_words_by_layer};
 
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
@@ -76,7 +76,7 @@ impl Config {
             }
         }
         set("attn", self.attn.to_string());
-        for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
+        for (key, value) in Attn::settings_of(self.model.scheme, self.model.sla2.as_ref()) {
             set(key, value);
         }
         if !self.model.layer_schemes.is_empty() {
@@ -163,7 +163,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
 
 const QK_NORM: &str = "qk-norm";
 
-/// Settings that an identity contains as resolved, not as typed.
+/// An identity contains values that are computed from these settings, instead of the given values.
 const RESOLVED: [&str; 9] = [
     "seed",
     "weights-seed",

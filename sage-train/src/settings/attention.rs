@@ -40,12 +40,12 @@ pub struct AttentionSettings {
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: which of attention's matmuls are in INT8. `paper`: all except dP; `forward`: S = Q K^T and O = P V in
     /// the forward; `scores`: S in forward and backward; `forward-and-s`: as `forward`, and S in the backward. On a CPU
-    /// also a list, such as `forward,s,dv`: first `forward` or `scores`, then matmuls of the backward (s, dv, dq, dk)
+    /// also a list, such as `forward,s,dv`: `forward` or `scores`, then more matmuls of the backward (s, dv, dq, dk)
     /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: which values of P, dS and dO share a scale in the backward. `vector`: the values of a row (of a column,
-    /// if the matmul sums along columns); `group-N`: of N such rows or columns; `tile`: of a tile [default: vector]
+    /// SageBwd: number of rows or columns of P, dS and dO that share a scale in the backward: one (`vector`), N
+    /// (`group-N`), or all of a tile (`tile`) [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: `tokens` or `head-dim` [default: tokens]
@@ -143,13 +143,8 @@ impl Attn {
 }
 
 impl Attn {
-    /// The settings of this attention: keys and values as in a settings file. The values are from the resolved `scheme`
-    /// and `sla2`.
-    pub fn own_settings(
-        self,
-        scheme: Option<Scheme>,
-        sla2: Option<&Sla2Config>,
-    ) -> Vec<(&'static str, String)> {
+    /// The settings of `scheme` and `sla2`: keys and values as in a settings file.
+    pub fn settings_of(scheme: Option<Scheme>, sla2: Option<&Sla2Config>) -> Vec<(&'static str, String)> {
         let mut own = scheme.map_or_else(Vec::new, |scheme| scheme.settings());
         if let Some(sla2) = sla2 {
             own.extend(sla2::own_settings(sla2));
@@ -243,7 +238,7 @@ pub enum SmoothingSetting {
     K,
     /// K's mean, and the mean of each tile of Q
     Qk,
-    /// The means of K and V; V's mean is added to the output
+    /// The means of K and V; V's mean is added back to the output
     Kv,
 }
 
