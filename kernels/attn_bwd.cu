@@ -1,8 +1,8 @@
 // Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
-// of keys, one (sparse) only query blocks that select the block, and one is for windows. Schemes in which at most S is
-// an INT8 matmul have a fourth kernel, for a soft cap, ALiBi or both. The table of plans (params/plans.def) says which
-// mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, unless its
-// backward computes dV from quantized P.
+// of keys, one (sparse) only query blocks that select the block, and one is for windows. Schemes that compute dV, dP,
+// dQ and dK in 16 bit have a fourth kernel, for a soft cap, ALiBi or both. The table of plans (params/plans.def) says
+// which mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, unless
+// its backward computes dV from quantized P.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
 #include <sage/attention/numerics/dense16_backward_sm90.cuh>
@@ -84,7 +84,7 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
   }
 
 // The entry points of a kernel, each with its plan. The arguments after V: NUMERICS (a member template of `Backward`),
-// and those of its template arguments that follow PLAN.
+// then the template arguments of NUMERICS that follow PLAN.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                      \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryQuery, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \
@@ -139,7 +139,7 @@ __device__ void finish(const params::Backward& p) {
   int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
   using Layout = attention::DqLayout<D>;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * Layout::TILE_FLOATS);
-  // Reorders fragments to rows in shared memory, so that whole sectors are written.
+  // The fragments become rows in shared memory first, so that dQ is written in whole sectors of global memory.
   constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows start four banks apart
   __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
   float scale = shape.softmax_scale;

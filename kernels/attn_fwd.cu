@@ -1,6 +1,6 @@
 // Attention forward. Each (scheme, element type, head_dim) has three kernels: one visits all visible keys, one (sparse)
-// the key blocks of a selection, and one is for windows. Schemes whose matmuls other than S run in 16 bit have a fourth
-// kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which mainloop a kernel runs.
+// the key blocks of a selection, and one is for windows. Schemes that compute O = P V in 16 bit have a fourth kernel,
+// for a soft cap, ALiBi or both. The table of plans (params/plans.def) says which mainloop a kernel runs.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
@@ -58,8 +58,8 @@ struct Forward<params::FORWARD_SM90> {
     of_##name::Mainloop::run<of_##name::Numerics, attention::Block>(p);                                                \
   }
 
-// The entry points of a kernel, each with its plan. The arguments after V are NUMERICS, a member template of `Forward`,
-// and NUMERICS's template arguments after PLAN.
+// The entry points of a kernel, each with its plan. The first argument after V is a member template of `Forward`. The
+// others are its template arguments after PLAN (see ENTRY).
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \

@@ -1,6 +1,6 @@
 // Attention forward with NVFP4 matmuls, for inference with a model that Attn-QAT trained. Each (element type, head_dim)
-// has a kernel that packs Q, K and V, and three forward kernels: one visits all visible keys, one (sparse) the key
-// blocks of a selection, and one is for windows. Family 10 (sm_100) runs the matmuls with tcgen05, family 12
+// has four kernels. One packs Q, K and V. The others are forwards: over all visible keys, over the key blocks of a
+// selection (sparse), and over the keys of windows. Family 10 (sm_100) runs the matmuls with tcgen05, family 12
 // (sm_120) with mma.sync. Other GPUs emulate this mma.sync, for tests.
 #include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>

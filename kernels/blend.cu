@@ -60,9 +60,9 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
   }
 }
 
-// The gradients of `sparse` and `tail`, and each query block's contribution to dtheta: the sum over its queries of
-// a * (1 - a) * dO . (sparse - tail), where a is the query's weight of `sparse`. Without TAIL, `tail` is taken as zero,
-// and its gradient is not written.
+// The gradients of `sparse` and `tail`, and each query block's contribution to the gradient of theta: the sum over its
+// queries of a * (1 - a) * dO . (sparse - tail), where a, which depends on theta, is the query's weight of `sparse`.
+// Without TAIL, `tail` is taken as zero, and its gradient is not written.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   __shared__ float parts[WARPS];

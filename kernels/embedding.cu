@@ -53,7 +53,7 @@ __device__ void find_starts(const params::Embedding& p) {
   p.starts[row] = low;
 }
 
-// Adds to `sum` the gradients of the ids at the sorted positions `begin` to `end` - 1.
+// Adds to `sum` the gradients of the output rows that belong to the sorted ids `ids[begin]` to `ids[end - 1]`.
 template <class T, int V>
 __device__ __forceinline__ void add_rows(const params::Embedding& p, int begin, int end, int column, float (&sum)[V]) {
   const T* from = static_cast<const T*>(p.from) + column;
@@ -89,7 +89,7 @@ __device__ void sum_rows(const params::Embedding& p) {
   Seat seat(p.lanes);
   if (seat.row >= p.rows) return;
   int begin = p.starts[seat.row], end = p.starts[seat.row + 1];
-  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the pieces that lie within [begin, end)
+  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // pieces first to last - 1 lie within [begin, end)
 #pragma unroll 1
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
     float sum[V] = {};

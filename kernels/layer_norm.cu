@@ -1,5 +1,4 @@
-// Layer normalization: y = (x - mean) r w + b, r = 1 / sqrt(mean((x - mean)^2) + eps). Each row is read once and
-// written once.
+// Layer normalization: y = (x - mean) r w + b, r = 1 / sqrt(mean((x - mean)^2) + eps).
 #include <sage/elements/row.cuh>
 #include <sage/params/ops.cuh>
 

@@ -73,7 +73,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
         carries = carries && full;
       }
     }
-    // Adds up the `sums` that are still kept, from level 0 upwards.
+    // Adds up the `sums` that were not carried to a higher level.
     int groups = (p.count + ROWS - 1) / ROWS;
     float total[N];
     bool none = true;

@@ -15,7 +15,7 @@ namespace {
 // The number of heads that have means: all heads of K and, with smooth_values, of V. Heads from key_heads on are of V.
 __device__ __forceinline__ int mean_heads(const params::Forward& p) { return p.shape.key_heads * (1 + p.smooth_values); }
 
-// The rows of head `head` (numbered as in mean_heads) in a segment, from token `first` on.
+// A segment's rows of one head of K or V, from token `first` on. `head` counts all heads of K, then those of V.
 template <class T>
 __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segment& segment, int head, int first) {
   const params::Shape& shape = p.shape;
@@ -82,9 +82,9 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// Computes means of shape (head, segment, channel) over a sample of each segment: the middle tokens of `key_sample`
-// equal intervals, or all tokens of a shorter segment. Tokens are added in order. One thread block per segment and head
-// loads the rows into shared memory, 64 at a time.
+// Computes the means of K and V, of shape (head, segment, channel), over a sample of each segment: the middle tokens of
+// `key_sample` equal intervals, or all tokens of a shorter segment. Tokens are added in order. One thread block per
+// segment and head loads the rows into shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;
@@ -276,7 +276,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
     // For a query that sees no key, the caller's gradient of the log-sum-exp may be NaN.
     if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
-    // `padded` is the negated log-sum-exp to base 2. For a query that sees no key, both are minus infinity.
+    // `padded` is the negated log-sum-exp to base 2. For a query that sees no key, `padded` and `outside` are -inf.
     outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;
   }
 }

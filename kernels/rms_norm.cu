@@ -65,7 +65,7 @@ __device__ void backward(const params::RmsNorm& p) {
       for (int i = 0; i < V; ++i) {
         out[i] = add[i] + r * (grad[i] * w[i] - in[i] * pull);
         float part = grad[i] * in[i] * r;
-        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // no other thread adds to these
+        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // no other thread adds to this element
       }
       Pack<T, V>::of(out).store(dx + chunk * V);
     });
@@ -178,7 +178,7 @@ __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
     strip.store(fp8.codes, first);
   }
   codes.report(fp8.codes);
-  // Sums dw over the teams, in a fixed order.
+  // Sums the threads' dw for each column, in a fixed order.
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < KEEP; ++k)

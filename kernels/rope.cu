@@ -184,8 +184,8 @@ __device__ void forward(const params::Rope& p) {
   });
 }
 
-// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)). Also sums dw = dn o x r
-// over the thread block's heads.
+// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), where r is `inverse_rms`
+// of the head. Also sums dw = dn o x r over all heads and tokens that the thread block processes.
 template <class T, int V>
 __device__ void norm_backward(const params::Rope& p) {
   Group group(p.lanes);
@@ -236,8 +236,8 @@ __device__ void norm_backward(const params::Rope& p) {
   }
 }
 
-// Like `norm_backward`, but writes FP8, and only for the half-split layout. A tile has rows of one head, with D / 8
-// lanes per row.
+// Like `norm_backward` for the half-split layout, but writes FP8. A tile has rows of one head, with D / 8 lanes per
+// row.
 template <class T, int D>
 __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   using Tile = quant::Fp8TileOf<D>;

@@ -1,6 +1,6 @@
 // Kernels for selections (candle-sage/src/selection.rs) and SLA2's router. They compute means of Q and K for each
-// block, and each query block's list of the key blocks with the largest scores. They also compute each key block's list
-// of the query blocks that select it, and its attention mass under dense attention.
+// block, each query block's list of the key blocks with the largest router scores, and each key block's list of the
+// query blocks that select it. block_mass sums the probabilities of dense attention for each query block and key block.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
@@ -17,7 +17,7 @@ namespace {
 constexpr int WARPS = 4;
 constexpr int POOL_THREADS = 128;
 
-// The number of candidates for a block of queries: the leading key blocks that its first query sees completely.
+// The number of key blocks that may be chosen for a query block: the leading ones that its first query sees completely.
 __device__ __forceinline__ int candidates(const Segment& segment, int block) {
   return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
 }
@@ -26,7 +26,7 @@ __device__ __forceinline__ int candidates(const Segment& segment, int block) {
 template <bool QUERY>
 __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   if (!shape.segments) return block / selection_blocks(QUERY ? shape.query_len : shape.key_len);
-  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the block
+  int low = 0, high = shape.segment_count - 1;  // searches for the last segment that starts at or before `block`
   while (low < high) {
     int middle = (low + high + 1) / 2;
     int start = QUERY ? shape.segments[middle].query_block : shape.segments[middle].key_block;
@@ -52,9 +52,9 @@ struct List {
   }
 };
 
-// A warp processes one key block of a (segment, key head), and returns the number of query blocks that select it. For
-// the n-th of these, ascending from n = 0, a lane calls f(n, query block, index of the key block in the query block's
-// list).
+// One warp finds the query blocks that select key block `block` of a segment, for one key head. Returns their number.
+// For the n-th of them, in ascending order from n = 0, one lane calls f(n, query block, index of the key block in the
+// query block's list).
 template <class F>
 __device__ __forceinline__ int each_user(const params::InvertedLists& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   const float* scores = p.scores + line * p.columns + (shape.segments ? first_key_block(shape, index) : 0);
   uint32_t* list = const_cast<uint32_t*>(p.lists.seen) + line * p.lists.stride + 1;
 
-  // The last p.nearest candidates, the nearest ones, rank highest; then NaN, then numbers.
+  // The last p.nearest candidates rank highest, then the ones with a NaN score, then the others by score.
   auto key_of = [&](int i) { return i >= count - p.nearest ? ~0u : min(ordered(scores[i]), ~0u - 1); };
   auto count_from = [&](uint32_t least) {
     int n = 0;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
 }
 
 // Updates `reference`, the running maximum of the logits of a lane's row `r`, with the row's logits of a tile (`s`).
-// Rescales `sum`, the row's sum of 2^(logit - reference), to the new `reference`.
+// Rescales `sum`, the lane's part of the row's sum of 2^(logit - reference), to the new `reference`.
 template <int M>
 __device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r, float scale, float& reference, float& sum) {
   float largest = -CUDART_INF_F;

@@ -88,8 +88,8 @@ __device__ void round_trip(const Params& p) {
     reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
 }
 
-// out (16, 16) = S V of INT8 values. S (16, 32) has an accumulator's register layout, and is packed as an operand.
-// V (32, 16) is stored transposed, with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
+// out (16, 16) = S V of INT8 values. Each lane reads the elements of S (16, 32) that it has in an accumulator, and
+// packs them into operand A. V (32, 16) is stored transposed, with its tokens in the order of layout/permutation.cuh.
 __device__ void permuted_product(const Params& p) {
   __shared__ __align__(1024) unsigned char v[16 * 64];
   layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);
@@ -150,8 +150,8 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 8 * N) = A B^T of 16-bit operands by wgmma over a reduction of 64. TRANSPOSED matrices are stored with the
-// reduction's index as the row index.
+// out (64, 8 * N) = A B^T by wgmma, with 16-bit operands and a reduction dimension of 64. TRANSPOSED matrices are
+// stored with the reduction's index as the row index.
 template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {

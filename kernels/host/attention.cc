@@ -118,8 +118,8 @@ bool product_is_the_manuals() {
   return true;
 }
 
-// Whether the soft cap's tanh has a relative error below 2^-15, and does not depend on the array's other elements:
-// `beside` has an element, 9, for which take_tanh computes exponentials.
+// Whether the soft cap's tanh has a relative error below 2^-15, and does not depend on the array's other elements.
+// With the 9 in `beside`, take_tanh runs the branch for large arguments.
 bool tangent_is_within_its_bound() {
   bool right = true;
   for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {
@@ -141,7 +141,7 @@ const Case CASES[] = {
     {1, 70, 64, 3, 1, 97, true, false, {}, {}},
     {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
     {1, 130, 650, 1, 1, 128, true, false, {}, {}},
-    // A query block that sees no key; a document without keys; `Case::literal`; head_dim above 128;
+    // In this order: a query block that sees no key; a document without keys; `Case::literal`; head_dim above 128;
     // head_dim above 128 with packed documents.
     {1, 300, 100, 1, 1, 64, true, false, {}, {}},
     {1, 200, 90, 2, 1, 64, false, false, {0, 130, 200}, {0, 0, 90}},
@@ -155,8 +155,8 @@ const Case CASES[] = {
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
     {1, 130, 450, 1, 1, 97, false, false, {}, {}, true, 100, 500},
     {1, 260, 260, 1, 1, 256, true, false, {}, {}, false, 64, 0},
-    // Soft caps that many logits reach, so that both branches of tanh run; a cap far above all logits; ALiBi;
-    // a cap with ALiBi.
+    // Soft caps, ALiBi, or both. The caps up to 2 are so small that both branches of `take_tanh` run; the cap 50 is
+    // far above all logits.
     {1, 200, 200, 4, 2, 64, true, false, {}, {}, false, -1, -1, 1.5f, false},
     {1, 130, 200, 2, 1, 128, false, false, {}, {}, false, -1, -1, 50.0f, true},
     {1, 200, 190, 2, 1, 97, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, true},
@@ -198,7 +198,7 @@ int main() {
   // In unquantized attention P, dS and the results are rounded to 16 bit: in bf16 a relative L2 error of about 2^-9
   // each. For NVFP4, definition.h rounds to FP4 as the kernels do. So NVFP4's errors are only the rounding of O to 16
   // bit (about 2^-12 in f16), and a few probabilities that round to another FP4 value, because exponentials in f32 are
-  // inexact. SageBwd's quantization causes an error of .0144 to .0185 if Q and K have standard deviation 1.
+  // inexact. SageBwd's errors of O, dQ, dK and dV are .0144 to .0185 if Q and K have standard deviation 1.
   const Row rows[] = {
       {"unquantized, bf16", run<B, 64, UNQUANTIZED>, run<B, 128, UNQUANTIZED>, run<B, 256, UNQUANTIZED>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},

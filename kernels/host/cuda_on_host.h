@@ -2,8 +2,8 @@
 // barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of barriers are the same
 // as on a GPU. Fibers run in a fixed order, and cp.async copies complete immediately, so that a missing wait for such a
 // copy or a missing barrier is not detected. With host::late, bulk copies and tcgen05 instructions run as late as the
-// kernel's waits allow, in a random order, so that a missing wait gives wrong results. With host::skewed, warps drift
-// far apart.
+// kernel's waits allow, in a random order, so that a missing wait gives wrong results. With host::skewed, some warps
+// run far ahead of others.
 #pragma once
 
 #include <bit>
@@ -81,8 +81,8 @@ struct Barrier {
 constexpr int MOST_THREADS = 1024;
 constexpr size_t STACK_BYTES = 256 << 10;
 
-// The thread block that is running. ucontext starts its fibers; setjmp and longjmp, which cost no system call, switch
-// between fibers.
+// The thread block that is running. Each of its threads is a fiber. ucontext starts a fiber; setjmp and longjmp, which
+// cost no system call, switch between fibers.
 struct Block {
   int threads = 0, current = 0;
   std::function<void()> body;

@@ -52,8 +52,8 @@ struct Definition {
     for (int j = 0; j < keys; j += 16)
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
-  // The query sees keys `from` to `visible - 1`. With `nvfp4`, the maximum of the base-2 logits is rounded up to an
-  // integer unless `literal` is set. `lse2` becomes the base-2 log-sum-exp, -inf for a query that sees no key.
+  // The query sees keys `from` to `visible - 1`. With `nvfp4`, each tile's maximum of the base-2 logits is rounded up
+  // to an integer unless `literal` is set. `lse2` becomes the base-2 log-sum-exp, -inf for a query that sees no key.
   std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
                           const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);

@@ -35,7 +35,7 @@ namespace {
 
 using Bf16 = __nv_bfloat16;
 
-// The FP8 values of a matrix, followed by guard values that no kernel may change.
+// The FP8 values of a matrix and of its transpose, each followed by guard values that no kernel may change.
 struct Codes {
   static constexpr int BEHIND = 64;
   int rows, columns;
@@ -298,10 +298,10 @@ void running_scales() {
   largest[1] = same_bits<uint32_t>(100.0f), largest[2] = 0x7f800000u, largest[3] = 0x7fc00000u, running[4] = 0.0f, formats[5] = 1.0f;
   params::Fp8Rescale p{scale.data(), largest.data(), running.data(), formats.data(), 300, 0, 0.95f, 4.0f};
   for (int block = 0; block < 2; ++block) host::run(block, THREADS, [&] { rescale(p); });
-  // The margin is 4, and E4M3's largest value is 448. The scale is the smallest power of two that is at least
+  // `p.margin` is 4, and E4M3's largest value is 448. The scale is the smallest power of two that is at least
   // 4 * running / 448: 1 / 64 for a running maximum of 0.95, and 1 for 100.
   bool holds = scale[0] == 1.0f / 64 && running[0] == 0.95f && scale[1] == 1.0f && running[1] == 100.0f && scale[299] == scale[0];
-  // A maximum that is not finite is ignored. A running maximum of 0 gives scale 1. scale[5] is for E5M2 (up to 57344).
+  // An infinite or NaN `largest` is ignored. A running maximum of 0 gives scale 1. scale[5] is for E5M2 (up to 57344).
   holds &= running[2] == 0.95f && running[3] == 0.95f && scale[4] == 1.0f && scale[5] == 1.0f / 8192;
   for (uint32_t x : largest) holds &= x == 0;
   expect(holds, "running scales", 300, 1, false);

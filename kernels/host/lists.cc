@@ -1,6 +1,6 @@
 // Runs the kernel `users` and the portable backward on a CPU. For each key block, `users` lists the query blocks that
 // select it. Checks that the backward visits each query block of a list once, however the list is split into parts, and
-// that splitting changes gradients only by rounding. Compares the attention mass of each key block with a definition in
+// that splitting changes gradients only by rounding. Compares the results of the kernel `block_mass` with a reference in
 // doubles.
 #include <map>
 #include <tuple>
@@ -16,9 +16,9 @@ namespace {
 using B = __nv_bfloat16;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// The lists of a case. The list of a query block contains key block 0, and a random choice of the other key blocks that
-// all of its queries see completely. With `all` it contains all these blocks. With a causal mask it also contains all
-// key blocks on the diagonal.
+// The lists of a case. The candidates of a query block are the key blocks that all its queries see completely. The list
+// of the query block contains key block 0 and random candidates; with `all`, every candidate. With a causal mask it
+// also contains all key blocks on the diagonal.
 struct Lists {
   int stride, query_blocks, key_blocks;
   std::vector<uint32_t> seen;
@@ -39,8 +39,8 @@ struct Lists {
   }
 };
 
-// A backward over the lists of a case. A part of a list has at most `users_of_part` query blocks. If `users_of_part` is
-// 0, no list is split.
+// The forward and backward of a case with a selection. For each key block, a list contains the query blocks that
+// select it. A part of a split list has at most `users_of_part` query blocks (0: no list is split).
 template <int D>
 struct Backward {
   const Case& c;
@@ -58,8 +58,8 @@ struct Backward {
 
   Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {
     int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
-    // `most_parts` is computed as in candle-sage/src/cuda/selection.rs. `shares` is so large that only `least_users`
-    // limits the number of query blocks in a part.
+    // `most_parts` is computed as in candle-sage/src/cuda/selection.rs. `u.shares` is so large that a part of a split
+    // list has at most `u.least_users` query blocks (params/sla2.cuh).
     int longest = attention::selection_blocks(problem.segments.longest_queries);
     if (users_of_part) most_parts = most_slots * ((longest + users_of_part - 1) / users_of_part - 1);
     users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), cuts.resize(columns, {7, 7});
@@ -81,8 +81,8 @@ struct Backward {
         for (int x = 0; x < blocks; ++x) host::run({x, y, z}, WARPS * 32, kernel);
   }
 
-  // Whether each list of more than `2 * most_users` query blocks is split, up to `most_slots` lists. Also checks that
-  // the guard entries of `parts` are not overwritten.
+  // Whether as many lists are split as have more than `2 * most_users` query blocks, but at most `most_slots`. Also
+  // checks that the guard entries of `parts` are not overwritten.
   bool cut_as_many_as_it_should() const {
     auto is_cut = [](const params::CutList& list) { return list.parts > 1; };
     long expected = std::count_if(counts.begin(), counts.end(), [&](uint32_t count) { return count > 2u * most_users; });
@@ -90,9 +90,9 @@ struct Backward {
     return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
   }
 
-  // Divides the keys into groups of `keys` keys. Returns whether each tile of the query blocks that select a group is
-  // visited exactly once for this group. Also checks each `rank`: the index of the group's key block among the key
-  // blocks that the tile's query block selects.
+  // Divides the keys into groups of `keys` keys. A query tile must be visited exactly once for a group if the list of
+  // the tile's query block contains the group's key block, and otherwise never. Returns whether ListedQueries makes
+  // these visits, with the right `rank`: the index of the key block in the list.
   bool visits_are_right(int keys) const {
     std::map<std::tuple<int, int, int, int>, int> visits;  // per (segment, block.first_key, query head, query tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);

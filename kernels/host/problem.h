@@ -45,8 +45,8 @@ constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 struct Segments {
   bool packed;
   std::vector<params::Segment> all;
-  int longest_queries = 0, longest_keys = 0, query_tiles = 0, key_tiles = 0;  // lengths in tokens; all segments' tiles
-  int query_blocks = 0, key_blocks = 0;                                                   // of selections
+  int longest_queries = 0, longest_keys = 0, query_tiles = 0, key_tiles = 0;  // longest_*: in tokens; tiles: in total
+  int query_blocks = 0, key_blocks = 0;                                       // selection blocks in total
   explicit Segments(const Case& c) : packed(!c.query_starts.empty()) {
     for (int i = 0; i < (packed ? int(c.query_starts.size()) - 1 : c.batch); ++i) {
       params::Segment s = {0, c.queries, 0, c.keys, query_tiles, key_tiles, query_blocks, key_blocks};
@@ -67,7 +67,7 @@ struct Segments {
 // The kernels' parameters, field by field. A new field breaks the compilation here, as a reminder: if it is an output,
 // `Problem::compare` must compare it, or a comment here must say why it does not.
 inline void fields(const params::Codes& p) {
-  // `Problem::compare` compares k_mean. Errors in the other outputs show in the results of the attention kernels.
+  // `Problem::compare` compares k_mean. Errors in the other fields change k_mean or the attention kernels' results.
   [[maybe_unused]] const auto& [q, k, v_transposed, q_dequant_scale, k_dequant_scale, v_dequant_scale, q_mean, k_mean, k_tile_sums] = p;
 }
 inline void fields(const params::Forward& p) {
@@ -77,8 +77,9 @@ inline void fields(const params::Forward& p) {
                                 lists, score_mod, key_sample, smooth_values, q_map, k_map, v_map] = p;
 }
 inline void fields(const params::Backward& p) {
-  // dk, dv and dq_accum are compared. This also tests minus_delta, and the INT8 values and scales of Q and dO. A kernel
-  // that does not run here writes dq. dq_semaphore is null here: these tests do not run deterministic mode.
+  // dk, dv and dq_accum are compared. This also tests minus_delta, and the INT8 values and scales of Q and dO. dq is
+  // not compared: the kernel that writes it does not run here. dq_semaphore is null here: these tests do not run
+  // deterministic mode.
   [[maybe_unused]] const auto& [q, k, v, out, dout, dq, dk, dv, minus_lse2, minus_delta, dq_accum, q_transposed, dout_transposed, dout_dequant_scale,
                                 dq_semaphore, codes, shape, group, dout_group, dq_parts, row_sums, lists, score_mod, cuts, q_map, dout_map] = p;
 }
@@ -161,7 +162,7 @@ struct Problem {
     return same;
   }
 
-  // Packs Q, K and V as NVFP4. Returns whether the kernels left the tile after the end of each buffer unchanged.
+  // Packs Q, K and V as NVFP4. Returns whether the kernels left the extra tile at the end of each buffer unchanged.
   bool pack() {
     constexpr int BYTES = layout::Nvfp4Tile<D>::BYTES;
     q_codes.assign(size_t(query_tiles + 1) * BYTES, 0x55);
@@ -224,8 +225,8 @@ struct Problem {
     else c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>();
   }
   // With a selection, `b` contains each key block's list of query blocks, and how these lists are split into parts.
-  // `more_blocks`: an upper limit for the number of parts, not counting the first part of each list. Each part is for
-  // one block of 128 keys.
+  // `more_blocks`: an upper limit for the number of parts, not counting the first part of each list. Each part covers
+  // the 128 keys of its key block.
   template <class Queries, class Mod = attention::NoScoreMod>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;

@@ -1,5 +1,5 @@
 // Runs the sources of the linear tail, and of its mixture with sparse attention, on a CPU, thread by thread. Compares
-// outputs and gradients with a direct computation in doubles. Cases have one or several chunks of blocks
+// outputs and gradients with a direct computation in doubles. A case's blocks of tokens form one or several chunks
 // (past_linear.cu).
 #include <initializer_list>
 
@@ -68,8 +68,8 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-// The segments of a case: its batch entries or documents. The list of each query block has random earlier key blocks,
-// then the key block on the diagonal.
+// The segments of a case: its batch entries or documents. `lists` has the selected key blocks of each query block:
+// random earlier blocks, then the block on the diagonal.
 struct Layout {
   std::vector<params::Segment> segments;
   bool packed;
@@ -249,7 +249,7 @@ bool features_that_never_meet() {
         float value = x->at(0, token, 0, channel);
         good &= token == 200 ? value != value : value == 0.0f;
       }
-  for (int token = 128; token < c.tokens; ++token)  // keys that the NaN query does not see
+  for (int token = 128; token < c.tokens; ++token)  // keys that query 200 (the NaN query) does not see
     for (const Tensor<__half>* x : {&problem.dk, &problem.dv}) good &= x->at(0, token, 0, 0) == 0.0f;
   return good;
 }
@@ -273,9 +273,9 @@ int main() {
     bool mixed, by_count;
     double limit;
   };
-  // Features, states and matmuls round by at most 2^-9 (bf16) or 2^-12 (f16). A gradient includes five such roundings,
-  // or seven if a state is summed from chunks. The errors of seven independent roundings add up to about sqrt(7) times
-  // the error of one rounding. The limit is 5 times the bound of one rounding.
+  // A rounding has a relative L2 error of about 2^-9 (bf16) or 2^-12 (f16). A gradient includes five roundings, or
+  // seven if a state is summed from chunks. The errors of seven independent roundings add up to about sqrt(7) times the
+  // error of one. The limit is 5 times the error of one.
   const Row rows[] = {
       {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
       {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},

@@ -57,7 +57,7 @@ namespace sage::ptx {
 inline uint32_t shared_address(const void* pointer) {
   return uint32_t(static_cast<const unsigned char*>(pointer) - host::memory);
 }
-// The memory at an address, which must be aligned and within the launch's shared memory.
+// The memory at `address`, a multiple of `aligned`. Its first `aligned` bytes must be in the launch's shared memory.
 inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
   if (address + aligned > attention::shared_bytes || address % aligned) {
     fprintf(stderr, "shared memory has no %u bytes at %u\n", aligned, address);
@@ -95,7 +95,7 @@ inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     memcpy(&r[i], at_shared(row, 16) + lane % 4 * 4, 4);
   }
 }
-// ldmatrix with .trans: lane (g, t) receives column g of rows 2t and 2t + 1, of 16-bit elements.
+// ldmatrix with .trans: lane (g, t) receives the 16-bit elements of rows 2t and 2t + 1 in column g.
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {

@@ -6,10 +6,10 @@
 
 namespace sage::ptx {
 
-// Two operand registers of a row or a column, gathered from the four lanes that share it.
+// A row of A or a column of B: two registers from each of the four lanes that hold it.
 template <int COUNT>
 struct Quad {
-  uint32_t word[COUNT];  // `first` of the four lanes, then `second` of the four lanes
+  uint32_t word[COUNT];  // the four lanes' values of `first`, then their values of `second`
   __device__ Quad(uint32_t first, uint32_t second, int quad) {
     for (int from = 0; from < 4; ++from) {
       word[from] = __shfl_sync(~0u, first, 4 * quad + from);

@@ -1,6 +1,6 @@
-// The sums of dQ in global memory are indexed by (tile, part of the channels, strip of 16 queries, fragment of 8
-// channels, lane, value). Tiles are numbered in buffers that store each segment in whole tiles. A fragment is 512
-// contiguous bytes. Mainloops write this layout; `finish` in attn_bwd.cu reads the sums.
+// The sums of dQ in global memory are indexed by (tile, one of `parts` parts of the channels, strip of 16 queries,
+// fragment of 8 channels, lane, value). Tiles are numbered over all heads and segments; each segment is padded to whole
+// tiles. A fragment is 512 contiguous bytes. Mainloops write this layout; `finish` in attn_bwd.cu reads the sums.
 #pragma once
 
 #include <sage/attention/segment.cuh>

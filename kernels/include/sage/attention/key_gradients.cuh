@@ -8,10 +8,10 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// If several thread blocks divide the query blocks that select a key block (see Cut): atomically adds a warp's dK or dV
-// of 16 keys to the key block's sums, in no fixed order. The sums are in fragment layout. Returns true in the warp that
-// arrives last; `x` then has the full sums. A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels.
-// The warp adds to the first 8 * N channels of piece number `piece`.
+// Used if several thread blocks divide the query blocks that select a key block (see Cut). Atomically adds a warp's dK
+// or dV of 16 keys to the key block's sums, in no fixed order. The sums consist of `pieces` pieces of 16 keys x
+// 8 * PIECE channels, in fragment layout. The warp adds to the first 8 * N channels of piece number `piece`. Returns
+// true in the last warp that adds to this piece; `x` then has the full sums.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
@@ -37,9 +37,10 @@ __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params:
   return true;
 }
 
-// Writes the gradient of a warp's 16 keys, from `first_key` on. If the list of query blocks is split, only the warp
-// for which add_part returns true writes. The thread block computes one of CHANNEL_PARTS parts of the channels: `x` has
-// the channels from `first_channel` on. STAGING is the size of the warp's `staging` memory: see store_rows.
+// Writes the gradient of a warp's 16 keys, from `first_key` on. If several thread blocks divide the query blocks that
+// select these keys, only the warp that arrives last (see add_part) writes. The thread block computes one of
+// CHANNEL_PARTS parts of the channels: `x` has the channels from `first_channel` on. STAGING is the size of the warp's
+// `staging` memory: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
                                                uint32_t staging = 0, int first_channel = 0) {

@@ -1,6 +1,7 @@
 // The weights of the mixture `out = a * sparse + (1 - a) * tail`. Here `sparse` is the output of exact attention over
 // the selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta), or with `by_count`
-// a = sigmoid(theta + log(n / m)): the query sees n keys in exact attention, and m other keys. If m = 0, a = 1.
+// a = sigmoid(theta + log(n / m)). Of the keys that the query sees, n are in exact attention, and m are not. In both
+// cases a = 1 if m = 0.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -13,7 +14,7 @@ struct MixtureWeights {
   const Segment& segment;
   float theta;
   bool by_count;
-  int past, chosen;  // number of keys: in the blocks that may be selected, and in the selected blocks
+  int past, chosen;  // numbers of keys: in all blocks that may be selected, and in the selected blocks
 
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,
                                             int segment_index, int head, int block)

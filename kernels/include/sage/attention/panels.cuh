@@ -13,7 +13,7 @@ using namespace tile;
 
 // Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64
 // channels, because a swizzled row has 128 bytes. As in copy_rows, the copies are asynchronous if `rows.vector`, and
-// zeros are written beyond the ends of the tensor.
+// rows and channels that the tensor does not have are zeros in shared memory.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
   constexpr int STEP = THREADS / 8;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
 // mainloop's results:
 enum class OverEnd {
   HARMLESS,  // either no row beyond a document's end is used, or the document's last tile is copied without a map
-  WRONG,     // the mainloop uses rows beyond the end: the host must not pass maps of packed documents
+  WRONG,     // the mainloop uses rows beyond a document's end: the host must not pass maps of packed documents
 };
 
 // Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS

@@ -29,7 +29,7 @@ struct BackwardBlock {
 // A tile of queries to whose dQ a thread block adds. `rank` is for deterministic mode: the number of key blocks that
 // add to this dQ before the thread block's key block.
 struct RankedTile {
-  int padded;  // the tile's number in padded buffers, which are defined at TILE (segment.cuh)
+  int padded;  // the tile's number in padded buffers (see TILE in segment.cuh)
   int rank;
 };
 
@@ -37,7 +37,7 @@ struct RankedTile {
 struct QueryTile {
   int head;
   int tile;    // the tile's number in the segment
-  int padded;  // the tile's number in padded buffers, which are defined at TILE (segment.cuh)
+  int padded;  // the tile's number in padded buffers (see TILE in segment.cuh)
 };
 
 // In each query head that shares the thread block's key head, a thread block visits the first query tile that sees one
@@ -46,9 +46,9 @@ struct EveryQuery {
   static constexpr bool LISTED = false;
   static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys can be hidden from a visited query
   template <int KEYS>
-  static constexpr int RANK_BLOCKS = 1;  // thread blocks (of KEYS keys each) per key block that RankedTile::rank counts
+  static constexpr int RANK_BLOCKS = 1;  // thread blocks (of KEYS keys each) that RankedTile::rank counts as one
   using Tile = QueryTile;
-  using Added = int;  // what is needed to add a tile's dQ to dq_accum: the tile's number in padded buffers
+  using Added = int;  // what is needed to add a tile's dQ to dq_accum: QueryTile::padded
 
   const params::Shape& shape;
   const BackwardBlock& block;
@@ -96,17 +96,17 @@ struct WindowQueries : EveryQuery {
     first = sight.first_query(block.first_key) / TILE, end = (end_query + TILE - 1) / TILE;
     count = max(end - first, 0) * (shape.query_heads / shape.key_heads);
   }
-  // RankedTile::rank is 0 for the thread block whose keys include the first key that the tile's first query sees.
+  // RankedTile::rank counts thread blocks, from 0 for the one that has the first key that the tile's first query sees.
   __device__ __forceinline__ Added added(const Tile& tile) const {
     return {tile.padded, block.first_key / keys - sight.first_key(tile.tile * TILE) / keys};
   }
 };
 
-// How the query blocks that select a key block are divided among thread blocks. A long list is split into parts, which
-// separate thread blocks process. Without the split, the thread block with the longest list would still run after all
+// How a key block's list (the query blocks that select it) is divided among thread blocks. A long list is split into
+// parts, which separate thread blocks process. Otherwise the thread block of the longest list would still run after all
 // others have finished. The thread blocks of a list's parts add up dK and dV in global memory (key_gradients.cuh).
 struct Cut {
-  uint32_t from, to;  // the whole list, as indices into Lists::users
+  uint32_t from, to;  // the key block's list is elements `from` to `to` - 1 of Lists::users
   params::CutList list = {0, 1};
 
   __device__ __forceinline__ Cut(const params::Backward& p, const BackwardBlock& block) {
@@ -115,17 +115,17 @@ struct Cut {
     from = first_users[0], to = first_users[1];
     if (p.cuts.lists) list = p.cuts.lists[column];
   }
-  // The number of query blocks in each part of the list except the last, which contains the rest.
+  // The number of query blocks in a part. The last part may have fewer.
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
-// With a selection, a thread block visits the query blocks that list its key block. With a causal mask a query block
-// always lists the key block at its own position, so the first visited query block has the position of the key block.
-// All later query blocks see every key of the key block. So the masks may treat the visited tiles as consecutive tiles
-// from this position on, with numbers `first` to `end` - 1.
+// With a selection, a thread block visits the query blocks that select its key block. With a causal mask, the first of
+// them is at the key block's own position, because each query block selects the key block at its position. The later
+// ones see every key of the key block. So the mask may be computed as if the visited tiles were consecutive: the tiles
+// `first` to `end` - 1 of the segment.
 struct ListedQueries {
   struct Tile : QueryTile {
-    int position;  // the tile's number among the tiles of the query blocks in `users`
+    int position;  // this is tile position % BLOCK_TILES of query block users[position / BLOCK_TILES].block
     int rank;      // index of this key block among the key blocks that the tile's query block selects
   };
   using Added = RankedTile;
@@ -150,10 +150,10 @@ struct ListedQueries {
     first = BLOCK_TILES * (block.number() + before), end = first + tiles;
     count = tiles * (shape.query_heads / shape.key_heads);
   }
-  // Each key belongs to one of the first `all` thread blocks, which visits its key block's list of query blocks, or the
-  // first part of the list if it is split. Each further part of a list is processed by consecutive thread blocks, which
-  // divide the 128 keys of the list's key block among themselves.
-  // For a part that does not exist, `first_key` is the segment's end, and the thread block exits.
+  // Each of the first `all` thread blocks has `keys` keys. It visits their key block's list of query blocks; if the
+  // list is split, only its first part. Each further part is processed by consecutive thread blocks, which divide the
+  // 128 keys of the list's key block among themselves.
+  // For an unused element of `parts`, `first_key` is the segment's end, and the thread block exits.
   static __device__ __forceinline__ BackwardBlock take(const params::Backward& p, int index, int keys) {
     int all = p.shape.segment_count * p.shape.key_heads * ((p.shape.key_len + keys - 1) / keys);
     if (index < all) return BackwardBlock(p.shape, index, keys);

@@ -94,7 +94,7 @@ constexpr int SELECTION_BLOCK = 128;
 
 __device__ __forceinline__ int selection_blocks(int tokens) { return (tokens + SELECTION_BLOCK - 1) / SELECTION_BLOCK; }
 
-// The number of a segment's first selection block among the blocks of all segments.
+// The index of a segment's first selection block among the blocks of all segments.
 __device__ __forceinline__ int first_query_block(const params::Shape& shape, int segment) {
   return shape.segments ? shape.segments[segment].query_block : segment * selection_blocks(shape.query_len);
 }

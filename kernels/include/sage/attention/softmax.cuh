@@ -35,8 +35,8 @@ __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
 }
 
 // The factor that turns results of INT8 matmuls into logits, given the dequant_scale of a tile's keys. A tile of zeros
-// has scale 0. Its sums are 0, so any positive factor gives the correct logits. A factor of 0 would turn the minus
-// infinity of masked keys into NaN.
+// has scale 0. The matmul's results for it are 0, so any positive factor gives the correct logits. A factor of 0 would
+// turn the minus infinity of masked keys into NaN.
 __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
   float factor = q_factor * k_dequant;
   return factor == 0.0f ? 1e-30f : factor;
@@ -64,15 +64,15 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight
   }
 }
 
-// Two values for each of a lane's rows. The values are read and written only once per tile, so they are kept in shared
-// memory (SHARED) if registers are short.
+// The values SUM and MAGIC of each of a thread's rows. They are read and written only once per tile, so they are kept
+// in shared memory (SHARED) if registers are short.
 template <int ROWS, int THREADS, bool SHARED>
 struct RowState {
   float* memory;  // (value, row, thread)
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
   static constexpr int SUM = 0;    // this lane's part of the row's sum of 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // quant::MAGIC times this value must be subtracted from the row of Softmax::acc
+  static constexpr int MAGIC = 1;  // quant::MAGIC * this value is still to be subtracted from the row of Softmax::acc
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll
@@ -104,8 +104,8 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Takes the maxima of new logits. Raises the references if a maximum is more than SLACK above its row's reference. In
-  // this case it also rescales the accumulator.
+  // `row_max`: the rows' maxima of new logits. If a maximum exceeds its row's reference by more than SLACK, raises the
+  // references of the warp's rows and rescales the accumulator.
   __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
     float decay[2 * M];
     if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);

@@ -25,7 +25,7 @@ struct Group {
     for (int step = min(lanes, 32) / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(mask, x, step));
     if (lanes > 32) {
       __shared__ X warps[32];
-      __syncthreads();  // all threads have read the last call's `warps`
+      __syncthreads();  // all threads have read `warps` in the previous call
       if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
       __syncthreads();
       x = warps[0];
@@ -41,8 +41,8 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether x is true in any lane of the group. All lanes of the group must pass the same x. quant::Fp8Team, which has
-  // the same interface, can reduce x over the thread block.
+  // Returns x. All lanes of the group must pass the same x. The function exists for quant::Fp8Team, which has the same
+  // interface: if a team has several warps, its `any` returns whether x is true in any thread of the thread block.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.

@@ -122,7 +122,7 @@ __device__ __forceinline__ void each_pack(int64_t len, Body body) {
 
 }  // namespace sage::elements
 
-// Defines the kernels of all float types, for packs of 16 bytes and for single elements, by `KERNEL(name, T, V)`.
+// Expands KERNEL(name, T, V) for each float type T, with V elements per pack: 16 bytes, or one element.
 #define SAGE_FLOAT_KERNELS(KERNEL)  \
   KERNEL(f32_vector, float, 4)          \
   KERNEL(f32_single, float, 1)          \

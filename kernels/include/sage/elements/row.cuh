@@ -10,8 +10,8 @@ constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= ROW_THREADS);
 
-// Calls body(k, chunk) for each pack of a lane; `chunk` is the pack's index in the row. The lane's first KEEP packs are
-// in registers, and have k = 0, 1, .. For its later packs k is KEEP.
+// Calls body(k, chunk) for each pack of a lane; `chunk` is the pack's index in the row. `k` is 0 to KEEP - 1 for the
+// lane's first KEEP packs, which are in registers, and KEEP for all later packs.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll
@@ -67,8 +67,8 @@ struct Row {
   }
 };
 
-// Adds `sums` of all groups of the thread block, and stores the result to `to`. `sums` has a lane's sums over its
-// group's rows, for the columns of the lane's first KEEP packs (elements/pack.cuh).
+// For the columns of each lane's first KEEP packs (elements/pack.cuh): stores the sum over all rows of the thread block
+// to `to`. `sums` has the lane's columns, summed over the rows of the lane's group.
 template <int V>
 __device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
   int chunks = width / V;

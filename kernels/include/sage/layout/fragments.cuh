@@ -1,7 +1,7 @@
 // Readers of fragments from swizzled shared memory. A matrix is described by its shared memory address and ROW_BYTES.
 //
-// A reader's `address` depends on the lane. A load xors the chunk into `address` and adds the row's offset. After
-// unrolling, chunk and offset are constants.
+// A reader's `address` depends on the lane. `load` xors the offset of `step` into it and adds the offset of `row`.
+// After unrolling, both offsets are constants.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -23,7 +23,7 @@ struct Reader {
     address = base + swizzled<ROW_BYTES>(row, half);
   }
   // `row` is a multiple of 16, so that it does not change the swizzle. `step` is a position in the row, in units of 32
-  // bytes. `base` must be a multiple of ROW_BYTES and of 128, so that the xor stays inside the row.
+  // bytes. The constructor's `base` must be a multiple of both ROW_BYTES and 128, so that the xor stays inside the row.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
     ptx::ldmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }

@@ -17,7 +17,7 @@
 
 namespace sage::layout {
 
-// The row that stores key `key` of a tile's 64 keys.
+// The row of a stored tile of K that contains key `key` (0 to 63) of the tile.
 __host__ __device__ constexpr int row_of_key(int key) {
   int t = key >> 3 & 3, slot = (key & 7) + 8 * (key >> 5);
   return 8 * (slot >> 1) + 2 * t + (slot & 1);

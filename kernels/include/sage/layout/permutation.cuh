@@ -10,12 +10,12 @@
 
 namespace sage::layout {
 
-// The token in a slot; both numbers are 0 to 15.
+// The token in `slot`. Tokens and slots are numbered from 0 to 15.
 __host__ __device__ constexpr int token_of_slot(int slot) {
   return 8 * ((slot >> 1) & 1) + 2 * (slot >> 2) + (slot & 1);
 }
 
-// The bytes of 16 tokens in slot order. `byte_of(token)` reads the byte of token 0 to 15.
+// The bytes of 16 tokens in slot order. `byte_of(token)` reads one token's byte; `token` is 0 to 15.
 template <class Read>
 __device__ __forceinline__ uint4 gather_tokens(Read byte_of) {
   uint32_t words[4];

@@ -8,8 +8,8 @@
 namespace sage::layout {
 
 // The mask that is xor-ed with the chunk number, for rows of ROW_BYTES = 32, 64 or a multiple of 128. 128 bytes cover
-// all banks, so eight neighbouring rows of 128 bytes or more must differ in the last three bits of the chunk number.
-// Two rows of 64 bytes, or four rows of 32 bytes, share a line of 128 bytes.
+// all banks, so eight neighbouring rows of 128 bytes or more need eight different masks. Two rows of 64 bytes, or four
+// rows of 32 bytes, cover the banks together, so they have the same mask.
 template <int ROW_BYTES>
 __device__ __forceinline__ int chunk_mask(int row) {
   static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0, "rows of 32, 64 or n x 128 bytes");

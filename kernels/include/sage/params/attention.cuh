@@ -15,8 +15,8 @@ struct View {
   int64_t head;
   int64_t channel;
   int32_t vector;  // 1: 16-byte loads work: rows are 16-byte aligned, channels are contiguous and a multiple of 8
-  int32_t mapped;  // 1: tensor maps are valid. Set in Forward::q for q_map, k_map and v_map, and in Backward::dout for
-                   // dout_map and, if Q is read in 16 bit, q_map
+  int32_t mapped;  // 1: tensor maps are valid. Forward::q.mapped refers to q_map, k_map and v_map;
+                   // Backward::dout.mapped refers to dout_map and, if Q is read in 16 bit, to q_map
 };
 
 // A tensor map (CUtensorMap), encoded by cuTensorMapEncodeTiled for TMA copies on Hopper: tiles of 64 tokens x 64
@@ -100,12 +100,12 @@ struct ScoreMod {
   int32_t heads;              // query heads
 };
 
-// One part of the query blocks that select a key block. Each part is processed by different thread blocks.
+// One part of the list of query blocks that select a key block. No thread block processes two parts.
 struct Part {
   uint32_t segment;
   uint32_t key_head;
   uint32_t block;   // key block, numbered in the segment
-  uint32_t number;  // at least 1, because ListSplits::parts omits part 0 of each list; 0 in unused elements
+  uint32_t number;  // the part's number in the list, at least 1: ListSplits::parts omits part 0. 0 in unused elements
 };
 
 // How a list of query blocks is split: into `parts` parts (1: not split), which share index `slot` of ListSplits::sums.
@@ -116,10 +116,12 @@ struct CutList {
 
 // How the backward splits long lists of query blocks: attention/query_tiles.cuh. The index `slot` is CutList::slot.
 struct ListSplits {
-  Part* parts;      // parts of split lists; unused elements are zeros
-  CutList* lists;   // (key head, key_blocks): how each key block's list is split; null: no list is split
-  float* sums;      // sums of dK and dV over a list's parts: (slot, panel of 128 channels, dK or dV, strip of 16 keys, ..)
-  int* arrivals;    // (slot, panel of 128 channels, dK or dV, strip of 16 keys): number of the list's parts in `sums`
+  Part* parts;      // the parts of all split lists, except part 0 of each list; unused elements are zeros
+  CutList* lists;   // (key head, key_blocks): how a key block's list of query blocks is split; null: no list is split
+  float* sums;      // sums of dK and dV over the parts of a split list: (slot, panel of 128 channels, dK or dV,
+                    // strip of 16 keys, accumulator fragment)
+  int* arrivals;    // (slot, panel of 128 channels, dK or dV, strip of 16 keys): how many of the split list's
+                    // parts were added to `sums`
 };
 
 struct Forward {
@@ -139,9 +141,9 @@ struct Forward {
                                // including the sink divided by the sum without it. 1 for padding and for queries that
                                // see no key. Null: not written.
   const float* sinks;          // one logit per query head; the softmax adds exp(logit) to its denominator; null: no sinks
-  float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit of the row) - p_lift)
-  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit of the row) in the forward, and in the
-                               // backward relative to the sum of 2^logit over the row's keys, without the sink
+  float p_lift;                // Attn-QAT: quantizes 2^(logit - ceil(largest logit of the row) + p_lift) instead of P
+  int32_t p_literal;           // 1: the forward quantizes 2^(logit - largest logit of the row), and the backward
+                               // quantizes the P of a softmax without the sink
   Lists lists;
   ScoreMod score_mod;
   int32_t key_sample;          // if k_tile_sums is null: k_mean is computed from this many tokens per segment
@@ -151,13 +153,14 @@ struct Forward {
   TensorMap v_map;
 };
 
-// Log-sum-exps in the caller's layout: (batch, query heads, sequence).
+// If `is_gradient` is 0, computes the log-sum-exps `outside` from `padded`. If it is 1, adds `outside`, the gradient of
+// the log-sum-exps, to `padded`.
 struct LogSumExp {
   Shape shape;
   float* padded;        // Forward::minus_lse2; if `is_gradient` is 1, Backward::minus_delta
-  float* outside;       // computed from `padded`; if `is_gradient` is 1, added to `padded`
+  float* outside;       // (batch, query heads, sequence)
   int64_t sequence;
-  int32_t is_gradient;  // 1: `outside` is the gradient of the log-sum-exps
+  int32_t is_gradient;
   int32_t padding;
 };
 
@@ -185,12 +188,12 @@ struct Backward {
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // (head, tile): [D][64], tokens permuted
   float* dout_dequant_scale;  // (head, tile, D): one per channel
-  int32_t* dq_semaphore;      // (head, tile): number of thread blocks that have added to the tile of dQ; then one
+  int32_t* dq_semaphore;      // (head, tile): number of thread blocks that added to the tile of dQ. Last element: a
                               // counter that assigns indices to thread blocks. Null unless results are deterministic.
   Codes codes;
   Shape shape;
-  int32_t group;              // keys that share a scale of P, or of dS for dK; and queries that share a scale of dS
-                              // for dQ: 1, 2, 4, .. or 64
+  int32_t group;              // 1, 2, 4, .. or 64: this many keys share a scale of P in P^T dO, and of dS in dS^T Q.
+                              // This many queries share a scale of dS in dS K
   int32_t dout_group;         // channels that share a scale of dO
   int32_t dq_parts;           // parts into which the channels of a tile of dq_accum are divided
   const float* row_sums;
@@ -213,7 +216,7 @@ struct FakeQuantize {
   uint32_t* value_max;  // (key head, segment): the bits of the largest |V|. Null: the heads of V are not scaled
   Shape shape;
   int32_t quantize;       // 0: only rounds to 16 bit
-  int32_t value_tokens;   // 1: groups of V run along the tokens; 0: along the channels
+  int32_t value_tokens;   // 1: an NVFP4 group of V is 16 tokens of a channel; 0: 16 channels of a token
   int32_t smooth_values;  // as in Forward
   int32_t padding;
 };

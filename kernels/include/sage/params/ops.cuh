@@ -44,7 +44,7 @@ struct PartialSums {
 // sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .. Neighbouring terms are added in
 // pairs, then the sums of neighbouring pairs, and so on.
 struct SumInOrder {
-  const float* parts;  // (count, width); row `place` is not read: `sum` contains that row
+  const float* parts;  // (count, width); instead of row `place`, `sum` is read
   float* sum;
   int64_t width;
   int32_t count;
@@ -101,17 +101,17 @@ struct SwiGlu {
   int64_t columns;
   int64_t gate_row;
   int64_t up_row;
-  int64_t out_row;  // also the stride of dup
+  int64_t out_row;  // of the rows of `out` and of `dup`
 };
 
 // Checks ids of any integer type, and converts them to uint32_t.
 struct CheckIds {
   const void* ids;
-  uint32_t* places;  // the converted ids; NO_PLACE for an id that is invalid or ignored
+  uint32_t* places;  // each id as uint32_t; NO_PLACE for an id that is invalid or ignored
   uint32_t* status;  // zeroed before the launch. [0]: 0, or len - (index of first invalid id); [1]: number of valid ids
   int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
-  int32_t ignores;   // 1: the id `ignored` is allowed, but not counted as valid
+  int32_t ignores;   // 1: an id equal to `ignored` is not an error, and is not counted in status[1]
   int32_t len;
 };
 
@@ -145,7 +145,7 @@ struct Embedding {
 
 struct CrossEntropy {
   const void* logits;       // (rows, classes) without gaps
-  void* gradient;           // may alias the logits; the kernel mean_loss stores the mean loss here
+  void* gradient;           // the gradient (may alias the logits); in the kernel mean_loss, the output: the mean loss
   const uint32_t* targets;  // NO_PLACE for a target that is invalid or ignored
   const uint32_t* status;   // CheckIds::status
   const float* dloss;       // backward only
@@ -157,8 +157,8 @@ struct CrossEntropy {
   float z_loss;  // weight of the z-loss: z_loss lse^2 is added to each row's loss
 };
 
-// out = from * factor, or out += from * factor with `accumulate`. The factor is dloss / (number of valid targets),
-// or 1 if dloss is null.
+// out = from * factor, or out += from * factor with `accumulate`. The factor is dloss / status[1] (CheckIds: the number
+// of valid targets), or 1 if dloss is null.
 struct Scale {
   const void* from;
   void* out;
@@ -219,7 +219,7 @@ struct MuonMomentum {
 struct MuonRows {
   void* x;
   float* mean_squares;           // running mean squares, one per row; null in muon_scale_rows
-  float* factors;                // one per row: the row's mean square in this step, then its factor (muon_row_factors)
+  float* factors;                // one per row of x: its mean square, which muon_row_factors replaces by its factor
   const double* sum_of_squares;  // of the gradient of all parameters: SumOfSquares::out
   int32_t rows;
   int32_t columns;
@@ -266,9 +266,9 @@ struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)
   uint8_t* column_codes;  // null, or (columns, rows)
   const float* scale;     // a power of two: element = the code's value * scale
-  float* used;            // null, or a copy of the scale: `scale` may change while the quantized matrix is in use
+  float* used;            // output, or null: the scale that was used. `scale` may change while the codes are in use
   uint32_t* largest;      // the bits of the largest absolute value before quantization, updated by atomic max
-  uint32_t* saturated;    // counter of values beyond the format's range
+  uint32_t* saturated;    // counter of values beyond the range of the FP8 format
   int32_t rows;
   int32_t columns;
   int32_t e5m2;           // 1: codes are E5M2; 0: E4M3
@@ -317,7 +317,7 @@ struct Fp8CrossEntropy {
 struct Fp8Rescale {
   float* scale;
   uint32_t* largest;     // bits of each matrix's largest absolute value
-  float* running;        // running maxima; null: scales are computed from `largest`
+  float* running;        // each matrix's running maximum of `largest`; null: scales are computed from `largest`
   const float* formats;  // one per scale: 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all scales
   int32_t count;
   int32_t e5m2;

@@ -1,4 +1,4 @@
-// The table of plans (plans.def) for the kernels.
+// Gives kernel code the table of plans (plans.def).
 #pragma once
 
 namespace sage::params {

@@ -1,6 +1,6 @@
-// Arguments that the host passes to the kernels for selections and SLA2, except the attention kernels.
-// candle-sage/build/params.rs generates Rust structs from this file, and asserts that the offsets in Rust and C++ are
-// equal. Each field must have its own line.
+// Arguments that the host passes to the kernels for selections and SLA2. The arguments of the attention kernels are in
+// attention.cuh. candle-sage/build/params.rs generates Rust structs from this file, and asserts that the offsets in
+// Rust and C++ are equal. Each field must have its own line.
 #pragma once
 
 #include <sage/params/attention.cuh>
@@ -11,19 +11,19 @@ namespace sage::params {
 // long.
 struct InvertedLists {
   Lists lists;
-  User* users;            // becomes Lists::users; (key head, lists.query_blocks * (lists.stride - 1))
+  User* users;            // written: the entries of Lists::users; (key head, lists.query_blocks * (lists.stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
   uint32_t* used;         // three counters, zeroed before the launch: used slots of cuts.sums; used entries of cuts.parts;
                           // selected (query block, key block) pairs
   Shape shape;
   ListSplits cuts;              // cuts.parts is zeroed before the launch; cuts.lists null: no list is split
-  uint32_t least_users;   // each part of a split list has at most max(least_users, used[2] / shares) query blocks
+  uint32_t least_users;   // most query blocks in a part of a split list: max(least_users, ceil(used[2] / shares))
   int32_t shares;
   int32_t most_slots;
   int32_t most_parts;
-  int32_t slot_floats;    // elements of ListSplits::sums per CutList::slot
-  int32_t slot_pieces;    // elements of ListSplits::arrivals per CutList::slot
+  int32_t slot_floats;    // number of elements of ListSplits::sums for one slot
+  int32_t slot_pieces;    // number of elements of ListSplits::arrivals for one slot
 };
 
 // Writes the lists of a selection: for each query block, the key blocks with the largest scores.
@@ -59,14 +59,14 @@ struct Mass {
 
 // The mixture a * sparse + (1 - a) * tail: see attention/mixture.cuh.
 struct Mixture {
-  const float* theta;  // (query head): determines a; null: no mixture, only the tail
+  const float* theta;  // (query head): determines the weight `a`; null: the output is the tail alone
   float* parts;        // (query head, query block): each query block's contribution to dtheta
   Lists lists;
   int32_t by_count;
   int32_t padding;
 };
 
-// Linear attention of each query block over the key blocks before it: the `tail` of `mixture`.
+// Linear attention of each query block over the key blocks before it: the tail in the formula of Mixture.
 struct Linear {
   View q;
   View k;
@@ -76,16 +76,16 @@ struct Linear {
   View dq;
   View dk;
   View dv;
-  View sparse;        // with a mixture: the output of exact attention
+  View sparse;        // with a mixture: the output of exact attention over the selected blocks
   void* states;       // (key head, block, D, D) in 16 bit: the state H (past_linear.cu) for each block. In the forward:
                       // summed over the chunk's tokens before the query block, times inverse_blocks(block) / BLOCK.
                       // With `backward`: summed over the chunk's queries after the key block
-  float* sums;        // (key head, block, D): z (past_linear.cu) of the tokens of H in `states`, with the same factor
+  float* sums;        // (key head, block, D): z (past_linear.cu), with the same tokens and factor as `states`
   float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk's tokens. linear_scan_chunks replaces
-                      // z by the z that belongs to H in `chunk_states`: of the same tokens, with the same factor
+                      // z: the new z is summed over the tokens of `chunk_states`, with the same factor
   void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit. In the forward: H of all tokens before a chunk,
-                      // times inverse_blocks(the chunk's first block) / BLOCK (past_linear/block.cuh). With
-                      // `backward`: H of all queries after the chunk, without a factor
+                      // times inverse_blocks(the chunk's first block) / BLOCK (past_linear/block.cuh). In the
+                      // backward: H of all queries after the chunk (formula: see `rows`), without a factor
   float* rows;        // (query head, padded query, 2): a query's weights f and w in the backward's sums
                       // H = sum f phi(q)^T dO and z = sum w phi(q)
   Mixture mixture;

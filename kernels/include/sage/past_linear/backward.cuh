@@ -13,8 +13,8 @@ namespace sage::past_linear {
 // too: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
 //
 // In a mixture (attention/mixture.cuh) dO is the gradient of the mixture's output, and the gradient of the tail's
-// output is (1 - a) * dO. The contribution to dtheta that blend_backward (blend.cu) has stored is reduced by
-// a * (1 - a) * t.
+// output is (1 - a) * dO. blend_backward (blend.cu) has stored dtheta without the tail's terms; this function adds
+// them: -a * (1 - a) * t for each query.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -91,8 +91,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
 }
 
 // G = sum f phi(q)^T dO and z = sum w phi(q) are sums over all later query blocks; backward_queries has stored f and w
-// of each query. With phi = phi(k): dphi = G v + z, dk = phi o (dphi - phi . dphi), and dv = phi G. The stored G and z
-// still lack the factor 1 / BLOCK (see backward_queries), so dphi and dv are multiplied by it (BY_TOKEN).
+// of each query. With phi = phi(k): dphi = G v + z, dk = phi o (dphi - phi . dphi), and dv = phi G. As the
+// stored f and w lack the factor 1 / BLOCK (see backward_queries), dphi and dv are multiplied by it.
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -113,7 +113,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;
   float acc[D / 8][4];
-  // dK is computed first and overwrites its operand V in shared memory, because dV does not need V.
+  // dK overwrites V in shared memory. dV, computed after dK, does not need V.
   multiply_state<T, D, true>(acc, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   __syncwarp();
 #pragma unroll

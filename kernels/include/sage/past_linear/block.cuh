@@ -15,7 +15,7 @@ using attention::pack_8;
 using attention::Rows;
 using attention::unpack_8;
 
-// Threads of the kernels that multiply blocks of rows by states.
+// Threads per thread block of the kernels in past_linear.cu, except linear_scan_blocks (STATE_THREADS).
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
 // Copies a warp's 16 rows from shared memory, where they begin at `row`, to `to`, where they begin at `first + row`.
-// Before it stores eight channels, it calls change(row of `to`, first of the channels, their values).
+// Before it stores eight channels, it calls change(row of `to`, index of the first channel, the eight values).
 template <class T, int D, class F>
 __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, F change) {
   constexpr int LANES = D / 8;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const u
   }
 }
 
-// Writes the rows to `to`, or adds them to the rows of `to` if `add`.
+// Copies a warp's 16 rows to `to`, like change_and_store_rows. If `add`, adds them to the old values in `to`.
 template <class T, int D>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
   change_and_store_rows<T, D>(to, rows, row, first, [&](int r, int column, float(&x)[8]) {

@@ -1,4 +1,4 @@
-// Multiplies blocks of rows by a state H (past_linear.cu).
+// Multiplies the rows of a query block or a key block by a state H, which past_linear.cu defines.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -24,7 +24,7 @@ struct Tile {
   static constexpr int ROWS_BYTES = BLOCK * D * 2;
   Segment segment;
   int segment_index, head, block, first;
-  int64_t padded;  // the first query's index in the padded buffers
+  int64_t padded;  // the first query's index in Linear::rows
 
   __device__ __forceinline__ Tile(const params::Linear& p)
       : segment(p.shape, blockIdx.y), segment_index(blockIdx.y), head(blockIdx.z), block(blockIdx.x), first(block * BLOCK),
@@ -45,10 +45,10 @@ struct Tile {
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
   }
-  // H and z (past_linear.cu) are stored as sums within the block's chunk. Adds the sums of all earlier chunks (in the
-  // backward: of all later chunks) to H, which load_state has copied to shared memory, and to z. Writes z to `sums`. In
-  // the forward the earlier chunks' sums are stored times inverse_blocks(the chunk's first block); `factor` replaces
-  // this by inverse_blocks(block).
+  // The stored H and z (past_linear.cu) of a block are sums over the earlier blocks of the block's chunk (in the
+  // backward: over the later blocks). Adds the sums over all earlier (later) chunks to H, which load_state has copied
+  // to shared memory, and to z. Writes z to `sums`. In the forward, the stored sums over earlier chunks are multiplied
+  // by inverse_blocks(first block of this block's chunk). `factor` changes this multiplier to inverse_blocks(block).
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
@@ -99,9 +99,9 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
   }
 }
 
-// 1 / a query's normalizer, but 0 for a normalizer of zero: the query's output and gradients are then zero. This occurs
-// in f16, where the smallest features are rounded to zero. A subnormal normalizer, whose inverse may overflow, also
-// gives 0. A NaN stays a NaN.
+// The inverse of a query's normalizer. In f16, where the smallest features are rounded to zero, a normalizer can be
+// zero. The result is then 0, which makes the query's output and gradients zero. A subnormal normalizer, whose inverse
+// may overflow, also gives 0. A NaN stays a NaN.
 __device__ __forceinline__ float inverse_norm(float norm) { return norm < 0x1p-126f ? 0.0f : 1.0f / norm; }
 
 // Replaces a block of queries in shared memory by their features, and stores each query's normalizer phi . z in

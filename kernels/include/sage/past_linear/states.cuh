@@ -19,17 +19,18 @@ using attention::TILE;
 // Threads per thread block of linear_scan_blocks.
 constexpr int STATE_THREADS = 512;
 
-// Sums H and z (past_linear.cu) of a key head block by block over a chunk: in the forward from the first block on, in
-// the backward from the last block back. A thread block has VALUES columns of H: all columns if shared memory suffices.
-// If the columns are split, each thread block computes all features, which is most of the work. A warp keeps a part of
-// H in its accumulators: 16 channels of the features by COLUMNS columns of the values. The warps of the first columns
-// also keep a part of z.
+// Computes the prefix sums (in the backward: suffix sums) of H and z (past_linear.cu) within one chunk, for one key
+// head. A thread block has VALUES columns of H: all columns if shared memory suffices. Computing the features (phi) is
+// most of the work; if the columns are split, each thread block repeats it. A warp keeps a part of H in its
+// accumulators: 16 channels of the features by COLUMNS columns of the values. The warps of the first columns also keep
+// a part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
   static constexpr int VALUES = PLAN.row_bytes / 2, SPLIT = D / VALUES, THREADS = STATE_THREADS;
   static constexpr int STRIPS = D / 16, PARTS = THREADS / 32 / STRIPS, COLUMNS = VALUES / PARTS;
-  // Shared memory: stages of features and values; then, for each stage, the weights of its rows in z.
+  // Shared memory: stages of features and values; then, for each stage, one weight per row. z is the weighted sum of
+  // the rows of features.
   static constexpr int FEATURE_BYTES = BLOCK * D * 2, VALUE_BYTES = BLOCK * VALUES * 2;
   static constexpr int STAGE_BYTES = FEATURE_BYTES + VALUE_BYTES, WEIGHTS_BYTES = BLOCK * 4;
   static constexpr int STAGES = PLAN.stages;
@@ -54,8 +55,8 @@ struct StateKernel {
     return reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES) + stage % STAGES * BLOCK;
   }
 
-  // Item `i` of the loop over blocks, which starts at the first block, or in the backward at the last. An item is a
-  // block and, in the backward, a query head of the group.
+  // Item `i` of the loop. In the forward an item is a block of tokens. In the backward it is a block and a query head
+  // of the group, and the loop runs from the last block to the first.
   struct Item {
     int block, head;
   };
@@ -80,7 +81,7 @@ struct StateKernel {
   __device__ __forceinline__ void prepare(int stage, Item it) {
     using S = Share<VALUES, THREADS>;
     int first = it.block * BLOCK, count = segment.query_len - first;
-    // Factors are read before the features are computed, which hides the latency of the loads.
+    // `factors` is read before the features are computed, which hides the latency of the loads.
     const float* factors = p.rows + 2 * ((int64_t(it.head) * p.shape.query_tiles + segment.query_tile) * TILE + first);
     float factor_of_values[BLOCK / S::STEP], weight = 0.0f;
     if (p.backward) {
@@ -124,7 +125,8 @@ struct StateKernel {
     }
   }
 
-  // Adds `items` items to the state, one after the other. Calls before(block) before the first item of each block.
+  // Adds items 0 to `items` - 1 of the blocks `first` to `end` - 1 to H and z, in order. Calls before(block) before the
+  // first item of each block.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     auto prefetch = [&](int i) {
@@ -150,11 +152,11 @@ struct StateKernel {
   __device__ __forceinline__ int column() const { return first_column + part * COLUMNS; }
   __device__ __forceinline__ bool has_z() const { return column() == 0; }
 
-  // Calls f(index in H, two values) for pairs of neighbouring channels in the warp's part of H, and
-  // g(index in z, value) for the warp's part of z.
+  // Calls f(index in H, two values) for pairs of neighbours in a row of the warp's part of H, and g(index in z, value)
+  // for the warp's part of z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
-    // `lane` is recomputed, so that addresses are not kept in registers next to the accumulators.
+    // `opaque`: the addresses in f and g are recomputed in each call, and not kept in registers during matmuls.
     int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -212,7 +214,7 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   for (int i = 0; i < p.chunks; ++i) {
     int chunk = p.backward ? p.chunks - 1 - i : i;
     float& own = p.chunk_sums[(line + chunk) * WIDTH + at];
-    // The sum of the chunk that is visited last was not computed, because no other chunk needs it.
+    // `own` of the chunk that is visited last was not computed, because no other chunk needs it.
     float added = i + 1 < p.chunks ? own : 0.0f, stored = sum * (p.backward ? 1.0f : inverse_blocks(chunk * p.chunk_blocks) / BLOCK);
     if (at < D * D) static_cast<T*>(p.chunk_states)[(line + chunk) * D * D + at] = ptx::from_float<T>(stored);
     else own = stored;

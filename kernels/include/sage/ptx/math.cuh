@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t twice(float x) {
   return pack_16<T>(x, x);
 }
 
-// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": min(a, b) of two values at once.
+// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": min(a, b) in each 16-bit half.
 template <class T>
 __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -106,8 +106,7 @@ __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   return d;
 }
 
-// a * b of two values at once, each rounded once. bf16 has no multiplication instruction before sm_90; adding -0
-// changes no product.
+// a * b in each 16-bit half. bf16 has no multiplication instruction before sm_90; adding -0 changes no product.
 template <class T>
 __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
   return fma_2<T>(a, b, 0x80008000u);
@@ -131,7 +130,7 @@ __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);
 }
 
-// One of two values in 16 bit: n = 0 is the low half.
+// One of the two 16-bit values in `pair`, as f32: n = 0 is the low half.
 template <class T>
 __device__ __forceinline__ float half_of(uint32_t pair, int n) {
   return to_float(reinterpret_cast<const T*>(&pair)[n]);

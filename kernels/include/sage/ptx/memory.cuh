@@ -285,8 +285,8 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 }
 
 // red.release.gpu, "Parallel Synchronization and Communication Instructions: red": one thread adds to a semaphore,
-// without a result. It also releases the writes of other threads, if these threads write, call __threadfence, and then
-// meet the calling thread at a barrier.
+// without a result. It also releases the earlier writes of other threads, if these threads call __threadfence after the
+// writes and then meet the calling thread at a barrier.
 __device__ __forceinline__ void add_release(int* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

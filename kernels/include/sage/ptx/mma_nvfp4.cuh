@@ -42,8 +42,8 @@ __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2
 #endif
 
 // mma.sync.m16n8k64 with block scaling: D += A B, A of 16 x 64 and B of 64 x 8. All 32 lanes call it. Byte and thread
-// selectors of the scales are 0. The emulation reads the other lanes' operands by shuffles. It doubles FP4 values to
-// integers, so that the sum of eight products (of a register of A and one of B) is exact before it is scaled.
+// selectors of the scales are 0. The emulation reads the other lanes' operands by shuffles. It doubles the
+// FP4 values, which makes them integers. Eight products are summed exactly, then scaled.
 __device__ __forceinline__ void mma_nvfp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scales,
                                           uint32_t b_scales) {
 #if SAGE_HAS_NVFP4

@@ -1,5 +1,5 @@
-// MMAs in tensor memory, family 10 (sm_100, sm_103), one instruction per function: PTX ISA, "TensorCore 5th Generation
-// Family Instructions" (tcgen05).
+// The tcgen05 instructions, for sm_100 and sm_103 (architecture family 10): PTX ISA, "TensorCore 5th Generation Family
+// Instructions".
 //
 // Tensor memory has 128 lanes of 512 columns, 4 bytes each, per multiprocessor. An address is lane << 16 | column. Warp
 // w of a thread block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. One thread issues the MMAs and the copies to
@@ -79,8 +79,8 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 }
 
 // tcgen05.ld ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.ld"), shape 32x32b, and the wait for it
-// (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the first tensor memory lane
-// that the warp can access. Each thread receives 32 columns of one tensor memory lane.
+// (tcgen05.wait::ld). All threads of a warp pass the same address, which is in the first tensor memory lane that the
+// warp can access. Each thread receives 32 columns of one tensor memory lane.
 __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #if SAGE_HAS_TCGEN05
   __syncwarp();  // the lanes may have left an mbarrier_wait at different times

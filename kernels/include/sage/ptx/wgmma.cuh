@@ -164,9 +164,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_ON_HOPPER(...) __trap();
 #endif
 
-// The next two macros define wgmma_s8 or wgmma_u8 for one number of columns of D. A is given by a descriptor, or is in
-// registers. `registers` is the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro
-// cannot contain an #if.
+// The next two macros define wgmma_s8 and wgmma_u8 for a D with `columns` columns. `registers` is the number of D's
+// registers per thread. The bodies are in SAGE_ON_HOPPER because a macro cannot contain an #if.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \

@@ -28,8 +28,8 @@ __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
 
 // 1.5 * 2^23. Floats in [2^23, 2^24) are whole numbers, so adding this constant rounds x, |x| < 2^22, to the nearest
 // whole number, ties to even. The low bits of the sum are this number in two's complement. Conversely, an s32
-// accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22. INT8 matmuls with
-// values within +-127 stay below 2^22 up to a reduction of 256.
+// accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22. A sum of up to
+// 256 products of INT8 values within +-127 stays below 2^22.
 constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4b400000;
 
@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four INT8 values at once, without the slow float-to-integer conversion. fmaf rounds once,
-// while `code` and the CPU round twice, so a value may differ: only for values that never leave the kernel.
+// The INT8 values of four floats. fmaf rounds once, while `code` and the CPU round twice, so a value may differ from
+// theirs. Use this function only for values that never leave the kernel.
 __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, float quant_scale) {
   return pack_bytes(__float_as_uint(fmaf(a, quant_scale, MAGIC)), __float_as_uint(fmaf(b, quant_scale, MAGIC)),
                     __float_as_uint(fmaf(c, quant_scale, MAGIC)), __float_as_uint(fmaf(d, quant_scale, MAGIC)));
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 // rounding error (about 0.3) times an INT8 value (about 40).
 constexpr int MAGIC_TILES = 8;
 
-// Base-2 logarithms of the largest s8 and u8 values of P.
+// Base-2 logarithms of the largest value that P is quantized to: 127 in s8, 254 in u8.
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
@@ -92,9 +92,9 @@ __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
 // fmaf(MAGIC + sum, factor, -MAGIC * factor) is sum * factor with one rounding.
 __device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
 
-// A logit is a sum of INT8 products times a factor. If the factor is at most MAGIC_FACTOR, the backward subtracts one
-// number from (MAGIC + sum) * factor: MAGIC * factor + log-sum-exp. MAGIC * factor and this number are rounded, each by
-// at most 2^-7, because they are below 2^18. This changes a probability by at most 1.1 %. For larger factors, which
+// A logit is a sum of INT8 products times a factor. If the factor is at most MAGIC_FACTOR, the backward computes
+// (MAGIC + sum) * factor - x, where x = MAGIC * factor + log-sum-exp. x and the product in x are rounded, each by at
+// most 2^-7, because they are below 2^18. This changes a probability by at most 1.1 %. For larger factors, which
 // occur with logits above a hundred, the backward subtracts MAGIC before it multiplies.
 constexpr float MAGIC_FACTOR = 1.0f / 64.0f;
 

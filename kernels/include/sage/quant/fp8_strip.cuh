@@ -10,7 +10,7 @@ namespace sage::quant {
 constexpr int FP8_STRIP_WIDTH = 1024;  // columns per warp
 
 // A thread block has FP8_THREADS threads. A team of WARPS warps processes LINES rows of up to COLUMNS columns, one row
-// after the other. A lane has KEEP groups of V neighbouring values of a row.
+// after the other. A thread has KEEP groups of V neighbouring values of a row.
 template <int WARPS>
 struct Fp8Strip {
   static constexpr int V = FP8_NEIGHBOURS, LINES = FP8_LINES, KEEP = FP8_STRIP_WIDTH / (32 * V), COLUMNS = WARPS * FP8_STRIP_WIDTH;
@@ -29,8 +29,8 @@ struct Fp8Strip {
   // The first column of a lane's group k.
   static __device__ __forceinline__ int column(int k) { return (k * LANES + lane()) * V; }
 
-  // Writes `word`: the FP8 values of the lane's group k in row `row` of the matrix. The row is number `line` of the
-  // team's rows in the strip.
+  // Writes `word`, the FP8 values of the lane's group k in the matrix's row `row`, to p.row_codes and `codes`. The row
+  // is number `line` of the team's rows in the strip.
   __device__ __forceinline__ void set(const params::Fp8Codes& p, int k, int line, int row, uint2 word) {
     if (p.row_codes) *reinterpret_cast<uint2*>(p.row_codes + int64_t(row) * p.columns + column(k)) = word;
     uint32_t* to = &codes[team() * LINES + line][column(k) / 4];
@@ -42,7 +42,7 @@ struct Fp8Strip {
   __device__ __forceinline__ void store(const params::Fp8Codes& p, int first_row) const {
     if (!p.column_codes) return;
     __syncthreads();
-    // Neighbouring threads write the words of one column.
+    // TEAMS neighbouring threads write adjacent words of the same four columns.
     int group = threadIdx.x % TEAMS, row = first_row + group * LINES;
     for (int c = threadIdx.x / TEAMS * 4; c < p.columns && row < p.rows; c += THREADS / TEAMS * 4) {
       uint32_t lines[LINES], columns[4];

@@ -18,7 +18,7 @@ struct Fp8TileOf {
   static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
   static constexpr int LANES = ROWS / LINES;  // lanes that write a column, one word each
   static_assert(32 % LANES == 0);
-  static constexpr int PITCH = LANES + 1;  // in units of 4 bytes; odd, for fewer bank conflicts between columns
+  static constexpr int PITCH = LANES + 1;  // in units of 4 bytes; odd, for fewer bank conflicts
 
   uint32_t turned[COLUMNS][PITCH];
 
@@ -84,7 +84,7 @@ struct Fp8Codes {
   template <class Tile>
   __device__ __forceinline__ void store(const params::Fp8Codes& p, Tile& tile, int first_row, int first_column, int end_column) const {
     int row = first_row + Tile::row(), column = first_column + Tile::column();
-    // p.rows and end_column are multiples of 16: a thread's values are all inside the matrix, or all outside.
+    // p.rows and end_column are multiples of 16, so a thread stores either all of its values or none.
     if (p.row_codes && row < p.rows && column < end_column) {
 #pragma unroll
       for (int i = 0; i < Tile::LINES; ++i)
@@ -125,8 +125,8 @@ struct Fp8Columns {
   int first, count;
 };
 
-// Quantizes a tile. `line(row, column, x)` computes V neighbouring values of a row; its `column` is 0 at the matrix's
-// column columns.first.
+// Quantizes a tile. `line(row, column, x)` computes V neighbouring values of a row; its `column` is relative to
+// `columns.first`.
 template <class Line>
 __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Fp8Columns columns, Line line) {
   __shared__ Fp8Tile tile;

@@ -36,7 +36,7 @@ __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positi
 // their last bit is set, so that no number moves onto or across a midpoint. Unlike in `e2m1`, exact midpoints are
 // rounded up, not to the even code. (The callers' numbers, probabilities divided by their group's scale, are exact
 // midpoints in one of 2^20 cases.) `magic` is 1.5 * HALVES for x < 2, 3 * HALVES for x in [2, 4), and 4.5 * HALVES for
-// x in [4, 8). 16-bit numbers from HALVES to 2 * HALVES are 1/2 apart.
+// x in [4, 8). Its last bit is worth 1/2, 1 or 2, which is E2M1's step at x.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   constexpr bool F16 = std::is_same_v<T, __half>;
@@ -71,8 +71,7 @@ __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   return {dequant, dequant == 0.0f ? 0.0f : quant};
 }
 
-// The power of two that moves the largest magnitude of a head of V, given by its bits, into the range 512 to 1024:
-// `head_factor` of candle-sage/src/nvfp4.rs.
+// `head_factor` of candle-sage/src/nvfp4.rs. `max`: the bits of the largest magnitude of a head of V.
 __device__ __forceinline__ float nvfp4_head_factor(uint32_t max) {
   constexpr uint32_t MOST = 100 + 127;
   uint32_t exponent = max >> 23;

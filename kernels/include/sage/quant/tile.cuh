@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   return x;
 }
 
-// A tile in registers: each thread has eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
+// A tile in registers: each thread has eight neighbouring channels of every STEP-th row.
 template <int D>
 struct Tile {
   static constexpr int CHUNKS = D / 8;
@@ -77,8 +77,8 @@ struct Tile {
   }
 };
 
-// Quantizes a tile with one scale, which is written to `dequant_scale`. A thread's eight INT8 values of each row are
-// written to `at(row, channel)`.
+// Quantizes a tile with one scale, which is written to `dequant_scale`. `at(row, channel)`: where eight INT8 values of
+// a row are written, from `channel` on.
 template <int D, class At>
 __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequant_scale, At at) {
   Scale scale = scale_of(block_max(values.max_abs_bits()));

@@ -83,8 +83,8 @@ __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 
-// Masks transposed scores: writes `hidden` where a query does not see a key. Queries are numbered from `first_query`,
-// keys from `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
+// Masks transposed scores: writes `hidden` where a query does not see a key. The first column is query `first_query`,
+// and the first row is key `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
 template <Hidden HIDDEN>
 __device__ __forceinline__ void mask_scores(Scores& p, const Sight<HIDDEN>& sight, int first_query, int first_key, int lane,
                                             float hidden = 0.0f) {
@@ -124,9 +124,9 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
 // blocks that have added.
 struct DqAccumulator {
   float* sums;
-  int* semaphore;  // for each tile: number of thread blocks that have added to it; null: they add in any order
+  int* semaphore;  // for each query tile: number of thread blocks that have added to its dQ; null: added in any order
   int order;       // number of thread blocks that add to the current tile before this thread block
-  // The threads that add: the first thread, their number, and their named barrier.
+  // The threads that add to dQ: the index of the first, their number, and their named barrier.
   int first, threads, barrier;
 
   // The address of fragment `first` (16 queries x 8 channels) of a strip.
@@ -135,7 +135,8 @@ struct DqAccumulator {
     using Layout = DqLayout<D>;
     return sums + int64_t(padded_tile) * Layout::TILE_FLOATS + (strip * (D / 8) + first) * Layout::FRAGMENT_FLOATS;
   }
-  // Adds `x`, N fragments of 16 queries x 8 channels, to a strip's sums, from fragment `first` on.
+  // Adds `x` to the dQ sums of a strip (16 queries). `x` has N fragments of 16 queries x 8 channels, from the strip's
+  // fragment `first` on.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
     // Calling `at` here would make ptxas spill ten times as much for sm_86.
@@ -158,8 +159,8 @@ struct DqAccumulator {
       while (ptx::load_acquire(semaphore + padded_tile) != order) {}
     ptx::named_barrier_sync(barrier, threads);
   }
-  // Returns the tile's number in the padded buffers. If the tile has a rank, sets `order` for it. Otherwise `order`
-  // stays as it is, because the thread blocks of all earlier keys add to the tile too.
+  // Returns the tile's number in the padded buffers. For a RankedTile, sets `order` from its rank. For other tiles
+  // `order` stays as it is, because the thread blocks of all earlier keys add to each of them.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   __device__ __forceinline__ int set_order(const RankedTile& added, int parts) {
     order = added.rank * parts + order % parts;
@@ -191,8 +192,8 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
 // Whether the queries of a tile see all, some or none of `keys` keys from `first_key` on.
 template <Hidden HIDDEN>
 struct TileVisibility {
-  bool masked;  // some query does not see all of the keys
-  bool seen;   // some query sees some of the keys
+  bool masked;  // at least one query of the tile does not see all of the keys
+  bool seen;    // at least one query of the tile sees at least one of the keys
 
   __device__ __forceinline__ TileVisibility(const params::Backward& p, const Segment& segment, const QueryTile& tile, int first_key,
                                             int keys) {
@@ -223,11 +224,12 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // prepare_dq(slot of dS^T): called only if LAG is 2, one iteration after scores and one before add_dq.
+  // prepare_dq(slot of dS^T): called only if LAG is 2, one iteration after scores() and one before add_dq() of the same
+  // tile.
   numerics.prepare_dq(0);
   // add_dq(the tile's number in the padded buffers, slot, sums): computes dQ of the tile whose scores were computed
-  // LAG iterations earlier, and adds it to `sums`. `slot` is the slot that this iteration's `scores` uses; if LAG
-  // is 1, dS^T of the earlier tile is in the other slot.
+  // LAG iterations earlier, and adds it to `sums`. `slot` is the slot that this iteration's `scores` uses. If LAG is 1,
+  // add_dq reads dS^T in the other slot. If LAG is 2, it reads the result of prepare_dq(slot).
   numerics.add_dq(0, 0, sums);
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
@@ -236,9 +238,9 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
 };
 
 // dS^T needs no barrier other than the one that starts each iteration, because it is stored in one of two slots, and
-// read one iteration later (by add_dq, or by prepare_dq if LAG is 2). Of 8 warps the first 4 add dQ before the scores,
-// and the other 4 after the scores, so that the MMAs of one half overlap with the arithmetic of the other. (All warps
-// add dQ first if there are only 4 warps, if COOPERATES is true, or with a dq_semaphore.)
+// read one iteration later (by add_dq, or by prepare_dq if LAG is 2). A warp calls add_dq before scores. Exception: if
+// COOPERATES is false and dq_semaphore is null, the warps from the fifth on call scores first, so that their arithmetic
+// overlaps with the MMAs of the first four warps, and vice versa.
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;

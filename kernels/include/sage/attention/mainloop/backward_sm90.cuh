@@ -42,7 +42,8 @@ struct Masked {
   bool some;
 };
 
-// The number of the first tile of queries in which every query sees all CONSUMER_KEYS keys from `first_key` on.
+// The index of the first tile of queries in which no query's last visible key is before key `first_key` +
+// CONSUMER_KEYS - 1. INT_MAX if the segment ends before this key.
 template <class Sight>
 __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sight& sight, int first_key) {
   if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
@@ -77,8 +78,7 @@ struct MaskedTiles<OUTER_KEYS> {
   }
 };
 
-// One thread prepares what the warps share: `pipeline`, `block` and `masked`. For each tile the producer arrives
-// `arrivals` times, and `warps` warps release the stage.
+// One thread prepares what the warps share: `pipeline`, `block` and `masked`.
 template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, MaskedTiles<Queries::HIDDEN>& masked) {
@@ -158,9 +158,9 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// The gradients of 16 keys are staged in this many bytes of shared memory, 64 channels of one gradient at a time. A
-// panel of V (64 channels) has as many bytes per 16 keys, so a warp stages in the memory of V of the keys that it
-// computes.
+// The gradients of 16 keys are staged in this many bytes of shared memory, 64 channels of one gradient at a time. 64
+// channels of V of 16 keys have as many bytes. So each warp stages the gradients of its 16 keys where V of these keys
+// was stored.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
 // What the mainloops for Hopper require of their numerics, which define the layout of shared memory.
@@ -177,13 +177,13 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   numerics.gradient_staging(0);
 };
 
-// What this mainloop requires in addition to BackwardTilesSm90. The numerics' Consumer is the state that a consumer
-// keeps in registers.
+// What this mainloop requires of its numerics N, in addition to BackwardTilesSm90. N::Consumer is the state that a
+// consumer keeps in registers.
 template <class N>
 concept BackwardSm90Numerics =
     BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {
       requires N::DQ_AT + CONSUMERS * N::DQ_PART_BYTES <= N::SHARED_BYTES;  // the staging memory of dQ
-      requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each tile
+      requires N::ARRIVALS >= 1;  // how often the producer arrives at a tile's mbarrier
       // The producer calls it: issues the copies of a tile of queries into a stage.
       numerics.load(tile, 0, mbarrier);
       (typename N::Consumer(numerics, 0));
@@ -241,7 +241,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     fetch_keys<ALL_CONSUMERS>(numerics);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
-    int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
+    int number = queries.first;  // the query tile's index in the segment (with a selection: see ListedQueries)
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);

@@ -28,7 +28,7 @@
 
 namespace sage::attention {
 
-constexpr int DQ_ORDERED = 2;  // a named barrier, see above; ALL_CONSUMERS is 1
+constexpr int DQ_ORDERED = 2;  // the id of a named barrier (ALL_CONSUMERS has id 1)
 
 // How the channels of K and V, in panels of 64, are divided into two parts. Q and K have D channels, and values have V.
 // The first part has two panels of K, and the second part has the rest of K. The second part has two panels of V, and
@@ -56,7 +56,7 @@ concept BackwardSm90ChannelPartsNumerics =
       numerics.load_gradients(tile, 0, 0u);
       (Consumer(numerics, 0, 0, 0));  // numerics, the consumer's number, its first panel of dK, its first panel of dV
       // visit(pieces, index among the visited tiles, the tile's number in the segment, its number in the padded
-      // buffers, masked, sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
+      // buffers, masked, sums): waits for a tile's pieces (Q and dO), computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       consumer.score_mod.next_head();  // score_mod: a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(the warp's first key): writes dK and dV.
@@ -72,7 +72,7 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
   DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
                      DQ_ORDERED};
   typename Queries::Tile tile = queries.start();
-  int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
+  int number = queries.first;  // the query tile's index in the segment (with a selection: see ListedQueries)
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
     int padded = sums.set_order(queries.added(tile), PARTS);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
 #pragma unroll 1
     for (int i = 0; i < queries.count; ++i) {
       int stage = Pieces::stage(2 * i) / 2;
-      __syncwarp();  // with one stage no lane may be two tiles ahead of another
+      __syncwarp();  // if Numerics::STAGES is 1, no lane may be two tiles ahead of another
       pieces.wait_empty(2 * i);
       numerics.load_queries(tile, stage, pieces.full(2 * i));
       pieces.wait_empty(2 * i + 1);

@@ -52,8 +52,8 @@ template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
 // For D = 64: each warp of the dQ warpgroup stages its part of dQ in shared memory, and one bulk addition adds it to
-// global memory while the warp continues. (With more channels, a warp's bulk additions for a tile would wait for each
-// other, so larger heads add from registers.)
+// global memory while the warp continues. (Larger heads add from registers: their dQ of a tile needs several additions
+// per warp, and each bulk addition would wait until the previous one has read the staged values.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -146,18 +146,18 @@ concept BackwardSm90DqWarpgroupNumerics =
                                      decltype(choose_accumulator<N::D>(DqAccumulator{}, 0)) sums,
                                      const TileHandover<CONSUMERS_KEEP_DK<N::D>, Pipeline<N::STAGES>, typename N::KeyConsumer>& handover) {
       requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
-      requires N::STAGING_AT <= N::SHARED_BYTES;  // start of BulkDqAccumulator's staging memory; head_dim 64 only
+      requires N::STAGING_AT <= N::SHARED_BYTES;  // start of BulkDqAccumulator's memory; used only if head_dim is 64
       // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). Called by the first thread of the dQ
       // warpgroup if the tensors have TMA tensor maps (dout.mapped), otherwise by all of its threads.
       numerics.load(tile, 0, 0, mbarrier);
       // The arrival count of the mbarriers `full` of tile/pipeline.cuh.
       N::fetching(p);
       (typename N::KeyConsumer(numerics, 0));
-      // Issues S^T of a tile that has arrived. If registers are short, it does nothing, and scores() issues S^T.
+      // Issues the wgmmas of S^T of a tile that has arrived, or leaves them to scores() to save registers.
       keys.start(0);
       // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV, and dK if keys.dk exists. Calls
-      // the functions of `handover` in the order of their declaration: acquire_slot() before it writes to the slot,
-      // and start_next() as soon as enough registers are free for S^T of the next tile.
+      // acquire_slot() of `handover`, writes to the slot, and calls the publish functions. Then calls start_next() as
+      // soon as enough registers are free for S^T of the next tile.
       keys.scores(0, 0, 0, Masked<OUTER_KEYS>{}, handover);
       // Waits for the wgmma that the last start_next() issued.
       keys.end();
@@ -166,7 +166,7 @@ concept BackwardSm90DqWarpgroupNumerics =
       (typename N::DqConsumer(numerics));
       // Issues the wgmmas of dQ, or leaves them to add_dq() to save registers.
       dq.start(0);
-      // add_dq(the tile's number in the padded buffers, slot of dS, sums, read): computes dQ and adds it to `sums`.
+      // add_dq(QueryTile::padded, slot of dS, sums, read): computes dQ of the tile and adds it to `sums`.
       // Calls read() after its last read of the slot.
       dq.add_dq(0, 0, sums, call);
     } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
@@ -183,8 +183,8 @@ concept BackwardSm90DqWarpgroupNumerics =
 // tile that is AHEAD tiles earlier.
 template <class Numerics, class Queries, class Tiles>
 struct TileProducer {
-  // With more than two stages the producer copies into the stage that held the previous tile, and rarely waits for
-  // consumers. With two stages it copies into the stage of the current tile, after all readers have released this stage.
+  // When dQ of tile i is computed: with more than two stages, tile i + AHEAD replaces tile i - 1, so that the producer
+  // rarely waits for consumers. With two stages it replaces tile i, after all readers have released the stage.
   static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
 
   const params::Backward& p;
@@ -252,15 +252,15 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   }
 }
 
-// A consumer's loop: S, dP, P, dS and dV of its keys, and dK if registers allow it. `warpgroup` is a reference because
-// ptxas schedules the epilogue differently if it is a value.
+// A consumer's loop: S, dP, P, dS and dV of its keys, and dK if registers allow it. `warpgroup` is a reference only
+// to keep ptxas's schedule of the epilogue, which a value would change.
 template <bool KEEP_DK, class Queries, class Tiles, class KeyConsumer>
 __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Queries& queries, const Tiles& pipeline,
                                               KeyConsumer& part, const int& warpgroup, const MaskedTiles<Queries::HIDDEN>& masked) {
   TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
   if (handover.tiles > 0) handover.wait(0);
   part.start(0);
-  int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
+  int number = queries.first;  // the query tile's index in the segment (with a selection: see ListedQueries)
   for (int& i = handover.tile; i < handover.tiles; ++i) {
     part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);

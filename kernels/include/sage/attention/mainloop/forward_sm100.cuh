@@ -55,8 +55,7 @@ struct ForwardSm100Pipelines {
   __device__ __forceinline__ explicit ForwardSm100Pipelines(const ForwardSm100Barriers<STAGES>& at)
       : keys(at.keys), values(at.values), scores(at.scores), probabilities(at.probabilities), queries(ptx::shared_address(&at.queries)) {}
 
-  // Initializes all mbarriers; one thread calls it. The warp that issues MMAs arrives once per stage, by
-  // tcgen05_commit.
+  // Initializes all mbarriers; one thread calls it.
   __device__ __forceinline__ void prepare(int query_arrivals) const {
     keys.prepare(1, 1), values.prepare(1, 1);
     scores.prepare(1, ForwardSm100Warps::SOFTMAX), probabilities.prepare(ForwardSm100Warps::SOFTMAX, 1);
@@ -73,7 +72,7 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   requires N::D % 64 == 0;  // the padded head_dim
   requires N::THREADS == ForwardSm100Warps::ALL * 32 && N::STAGES >= 2;
   requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // O's first tensor memory column
-  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the queries' mbarrier: load_queries plus all threads' store_queries
+  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the queries' mbarrier in load_queries and all calls of store_queries
   N(p, block, shared);
   // load_queries (producer): copies Q's values. store_queries (each softmax thread): copies its query's scales.
   numerics.load_queries(mbarrier);
@@ -156,14 +155,15 @@ __device__ __forceinline__ void rescale_output(uint32_t warp_tensor, float decay
   }
 }
 
-// The loop of a softmax thread for its `query`. `warp_tensor` is the tensor memory address of its warp's first lane.
+// The loop of a softmax thread, which processes one `query`. `warp_tensor` is the address of the first tensor memory
+// lane that the thread's warp can access.
 template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
   numerics.store_queries(pipelines.queries);
   // In steps `hidden` to `whole - 1` all queries of the warp see the tile completely.
   int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;
-  int hidden = 0;  // steps before step `hidden` contain keys before a query's window: see hidden_steps
+  int hidden = 0;  // number of steps with keys before the window of a query of the warp
   if constexpr (Block::HIDDEN == OUTER_KEYS)
     first = block.hidden(query), hidden = hidden_steps(block, query - int(threadIdx.x % 32), 32, TILE);
 #pragma unroll 1

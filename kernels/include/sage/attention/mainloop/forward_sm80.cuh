@@ -1,12 +1,12 @@
 // The forward mainloop for sm_80 and later (mma.sync, cp.async), and what forward_sm90.cuh and forward_sm100.cuh share
 // with it: the division into thread blocks, and the epilogue.
 //
-// A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 * M queries,
-// and keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps
-// do the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the
-// other, and one __syncthreads per tile orders copies and reads. With one buffer (STAGES == 1), V is copied while S is
-// computed, and the next K while P V is computed; this order needs two barriers per tile. The numerics define how a
-// tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
+// A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp keeps the accumulators
+// of its queries in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do the same:
+// they copy the next tile of K and V asynchronously into one of two buffers while they compute on the other, and one
+// __syncthreads per tile orders copies and reads. With one buffer (STAGES == 1), V is copied while S is computed, and
+// the next K while P V is computed; this order needs two barriers per tile. The numerics define how a tile is computed
+// (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -25,7 +25,7 @@ constexpr int FORWARD_QUERIES = 128;
 // because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
-  int first, end;  // the thread block's queries: first to end - 1, with the last tile's padding; none if end <= first
+  int first, end;  // the thread block's queries, padded to whole tiles: first to end - 1; none if end <= first
   Segment segment;
 
   ForwardBlock() = default;
@@ -59,14 +59,14 @@ struct EveryKey : ForwardBlock {
 
   // The number of visited keys that a query sees.
   __device__ __forceinline__ int visible(int query) const { return segment.visible_keys(query); }
-  // The index in the segment of the first of a step's TILES key tiles, divided by TILES.
+  // A step visits TILES key tiles. Returns the first one's index in the segment, divided by TILES.
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A thread block that visits the keys of a window. `skipped` is the number of keys before the window of the thread
-// block's first query, rounded down to a multiple of STEP, so that every mainloop skips whole steps. Some queries do
-// not see the first visited keys.
+// A thread block that visits the keys in the windows of its queries. `skipped` is the number of keys before the window
+// of its first query, rounded down to a multiple of STEP: the mainloop skips whole steps. Some queries do not see the
+// first visited keys.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
@@ -191,8 +191,8 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
       // The backward normalizes P over the keys and the sink, multiplies it by the query's entry of row_sums, and
-      // quantizes the product. The entry has the factor 1 / (sum of the probabilities of all keys), capped at 2^64.
-      // Where the cap applies, the product is too small.
+      // quantizes the product. 2^with_sink is the row's sum of exponentials with the sink, divided by the sum without
+      // it. Above 2^64 it is capped, and the product is too small.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -226,9 +226,9 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   numerics.flush_magic(softmax);
 };
 
-// The number of steps at the start of the loop that need a mask, because they contain keys before the window of the
-// last of `queries` queries from `first` on. A step has `keys` keys. Kernels without a window do not call this, because
-// the call would make ptxas reorder their instructions.
+// Returns how many steps at the start of the loop need a mask for the queries first to first + queries - 1. These steps
+// contain keys before the window of the last such query. A step has `keys` keys. Kernels without a window do not call
+// this, because the call would make ptxas reorder their instructions.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }
@@ -244,8 +244,8 @@ __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_
   return whole_tiles;
 }
 
-// The loop over tiles. The copy of the first tile, `next`, is in flight. The first `whole_tiles` tiles need no mask,
-// except the tiles at a window's start. This version has two buffers, each for a tile of K and of V.
+// The loop over tiles with two buffers. Each buffer holds K and V of one tile. The copy of the first tile, `next`, is
+// in flight. The first `whole_tiles` tiles need no mask, except the tiles at a window's start.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                     int key_tiles, int whole_tiles, int next) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename
   }
 }
 
-// The loop over tiles with one buffer for K and one for V. The copy of K of the first tile is in flight.
+// The loop over tiles with one buffer for K and one for V. When it starts, the copy of the first tile's K is in flight.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_one_stage(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                    int key_tiles, int whole_tiles) {

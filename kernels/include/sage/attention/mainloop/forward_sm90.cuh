@@ -99,13 +99,13 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's arrivals for an item's queries, and for a stage
-  N::template MASKS_APART<OUTER_KEYS>;          // a bool for each value of Hidden
+  N::template MASKS_APART<OUTER_KEYS>;          // a bool that depends on Hidden: see above
   N::SMOOTHS_VALUES;                            // whether smoothing of V is supported
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
   // Issues the asynchronous copies of an item's queries into a slot: (slot, thread, mbarrier).
   numerics.load_queries(0, 0, mbarrier);
-  (typename N::Consumer(numerics, 0, 0));  // (numerics, slot of the queries, number of the consumer)
+  (typename N::Consumer(numerics, 0, 0));  // (numerics, slot of the queries, index of the consumer warpgroup)
   // Issues S of a step whose keys have arrived.
   consumer.start(0);
   // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With
@@ -140,22 +140,23 @@ __device__ __forceinline__ int steps_of(const Block& block, int first, int queri
   return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
 }
 
-// The order of an item's keys and values in the kv pipeline. With VALUES_FIRST a stage holds the keys and the values of
-// a step. Otherwise a stage holds one of the two: K of step 0, K of step 1, V of step 0, K of step 2, V of step 1, ..
+// The order of a work item's keys and values in the kv pipeline. A step is one iteration over tiles of keys. With
+// VALUES_FIRST (see ForwardSm90Numerics) a step's keys and values share a stage. Otherwise they have separate
+// stages, in this order: K of step 0, K of step 1, V of step 0, K of step 2, V of step 1, ..
 template <bool VALUES_FIRST>
 struct KvOrder {
   int before;  // stages that earlier items used
   int steps;   // the item's number of steps
 
   __device__ __forceinline__ int pieces() const { return VALUES_FIRST ? steps : 2 * steps; }
-  // The positions of a step's keys and of its values in the kv pipeline's sequence.
+  // The positions in the kv pipeline, counted over all items, of a step's keys and of its values.
   __device__ __forceinline__ int keys_of(int step) const { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); }
   __device__ __forceinline__ int values_of(int step) const {
     return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * steps - 1));
   }
 };
 
-// The producer's work for an item: copies the item's keys and values as stages of the pipeline become empty.
+// The producer's work for an item: copies the item's keys and values, each when a stage of the pipeline is empty.
 template <class Numerics, class Block, class KvPipeline>
 __device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, const Block& block, const KvPipeline& kv,
                                                         const KvOrder<Numerics::VALUES_FIRST>& order, int thread) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, cons
 }
 
 // The producer's loop: gets items from the tile scheduler, and copies their queries, keys and values. An item with head
-// -1 also ends the consumers' loops.
+// -1 ends this loop and the consumers' loops.
 template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
 __device__ __forceinline__ void produce(const params::Forward& p, unsigned char* shared, Block* blocks, const KvPipeline& kv,
                                         const WorkPipeline& work) {
@@ -221,7 +222,7 @@ struct ItemConsumer {
   KvOrder<VALUES_FIRST> order;
   const Segment& segment;
   int warpgroup, first;            // the consumer's number, and its first query
-  int whole_steps, skipped_steps;  // whole: the number of steps that need no mask; skipped: block.skipped in steps
+  int whole_steps, skipped_steps;  // the number of steps that need no mask; block.skipped / Warpgroups::KEYS
 
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {
@@ -235,7 +236,7 @@ struct ItemConsumer {
     if constexpr (!VALUES_FIRST) kv.wait(order.values_of(step));
     consumer.add(kv.stage(order.values_of(step)));
   }
-  // Computes P of a step from S, while PENDING later wgmmas may stay in flight.
+  // Computes P of a step from S, while P V of PENDING steps may stay in flight.
   template <Mask MASK, int PENDING>
   __device__ __forceinline__ void online_softmax(int step) const {
     if constexpr (!VALUES_FIRST) {

@@ -1,6 +1,6 @@
 // The backward with 16-bit operands and f32 accumulators (FlashAttention-2, arXiv 2307.08691, algorithm 2): for
-// unquantized attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if no matmul
-// except S is an INT8 matmul.
+// unquantized attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if none of
+// the backward's matmuls, or only S, is an INT8 matmul.
 #pragma once
 
 #include <sage/attention/numerics/score_mod.cuh>

@@ -36,11 +36,12 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
   }
   __device__ __forceinline__ void load_gradients(const QueryTile& tile, int stage, uint32_t mbarrier) {
     if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
-      ptx::mbarrier_arrive(mbarrier);  // the second arrival; for Q it comes from the copy of the scale
+      ptx::mbarrier_arrive(mbarrier);  // the second of ARRIVALS; for Q, S::load_by_bulk arrives
   }
   // Copies COUNT channels of a tile, from `channel` on. If a tensor map exists and no document ends inside the tile,
   // lane 0 copies through the map. Otherwise all lanes copy: at a document's end, a map would copy the next document's
-  // rows instead of zeros. Lane 0 announces the bytes that it copies through the map plus `more`, and returns true.
+  // rows instead of zeros. Lane 0 arrives at `mbarrier`, which then expects `more` bytes in addition to those copied
+  // through the map. Returns whether the calling thread is lane 0.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {
@@ -66,7 +67,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
   struct Consumer {
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
     const Dense16BackwardSm90ChannelParts& of;
-    int warpgroup, k_panel, v_panel;  // the consumer's number; its first panel of dK; its first panel of dV
+    int warpgroup, k_panel, v_panel;  // the consumer's number; the thread block's first panels of dK and dV
     float k_factor;
     [[no_unique_address]] Mod score_mod;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
@@ -76,7 +77,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
           k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),
           score_mod(numerics.p, first_query_head(numerics.p, numerics.block)) {}
 
-    // The index of the part's first panel among the panels of K and Q in shared memory.
+    // The index of panel k_panel among the panels of K and Q in shared memory, which may hold only this thread block's
+    // channels.
     __device__ __forceinline__ int loaded_panel() const { return CHANNELS < D ? 0 : k_panel; }
 
     template <Hidden HIDDEN>

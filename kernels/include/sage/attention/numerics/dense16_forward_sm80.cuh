@@ -22,7 +22,7 @@ struct Dense16ForwardSm80 {
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
-  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // true only in Attn-QAT
+  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // OUTPUTS is 2 only in Attn-QAT
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row: ROW for V, KEY_ROW for Q and K
   static constexpr int Q_BYTES = FORWARD_QUERIES * KEY_ROW;
@@ -160,7 +160,7 @@ struct Dense16ForwardSm80 {
       softmax.state(RowSoftmax::State::SUM, r) += sum;
       scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
-    uint32_t operands[OUTPUTS][M][4][4];  // P as the MMA's operand A: (output, m, key / 16, register)
+    uint32_t operands[OUTPUTS][M][4][4];  // P as operand A: (output, group of 16 queries, group of 16 keys, register)
     P::template pack<T, M>(operands, s, scales);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + K_BYTES, lane);
 #pragma unroll

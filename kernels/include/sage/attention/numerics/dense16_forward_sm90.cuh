@@ -13,14 +13,15 @@ struct Dense16ForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
-  // The accumulators of two outputs, or of head_dim above 128, leave no registers for 128 keys per step.
+  // The accumulators of Attn-QAT's two outputs, or of head_dim above 128, leave no registers for 128 keys per step.
   static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
   // Shared memory has room for the queries of two work items if Q has at most 192 channels or is in INT8.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // 2: also one for the scales of K
-  static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // true only in Attn-QAT
-  // False in kernels for windows. True in kernels for a soft cap and ALiBi: most of their calls have no window.
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // one for copies, a second for K's scales
+  static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // OUTPUTS is 2 only in Attn-QAT
+  // Whether the steps that need a mask have a separate loop. Kernels for windows have one loop, except kernels for a
+  // soft cap and ALiBi: most calls of these have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; if S is an INT8 matmul, the scales of each stage's tiles.
@@ -31,13 +32,13 @@ struct Dense16ForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Bytes in which a warp stages its output: those of its 16 rows in the first panel of Q.
+  // Size of the memory in which a warp stages its output: the warp's 16 rows of the first panel of Q.
   static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
   const ForwardBlock& block;
   uint32_t shared;
-  // Location of an item's keys and values. In registers, because reading it from shared memory for each stage would
+  // Location of a work item's keys and values. In registers, because reading it from shared memory for each stage would
   // delay the producer.
   struct {
     int batch, head, first, count;
@@ -60,8 +61,8 @@ struct Dense16ForwardSm90 {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-  // Issues the copies of a work item's queries, by the producer warp. A tile may contain queries of the next document,
-  // whose output is not stored.
+  // The producer warp issues the copies of a work item's queries. A tile may also contain queries of the next document.
+  // The work item does not store their outputs.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if constexpr (CODES) {
@@ -87,7 +88,7 @@ struct Dense16ForwardSm90 {
         copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
-  // Issues the copies of a step's keys or values, by the producer warp. A document's last, partial tile of values is
+  // The producer warp issues the copies of a step's keys or values. A document's last, partial tile of values is
   // copied without the tensor map, with zeros beyond the document's end: P = 0 there, but 0 * infinity would be NaN.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     if constexpr (CODES) {
@@ -244,7 +245,7 @@ struct Dense16ForwardSm90 {
       }
     }
 
-    // The largest logit of each row, if Q and K are INT8 (CODES).
+    // Only for INT8 Q and K (CODES): computes the largest logit of each row.
     __device__ __forceinline__ void find_maxima(float (&row_max)[2]) const {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

@@ -31,8 +31,8 @@ struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // The number of channels of K and Q that are loaded in 16 bit. If D > 128, a thread block computes dQ and dK of 128
-  // channels. If S is computed from INT8 values, only these channels are loaded.
+  // The number of channels of K and Q that are loaded in 16 bit: all D, unless D > 128 and S is computed from INT8
+  // values. Then these are only the channels whose dQ and dK the thread block computes.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;
@@ -59,8 +59,8 @@ struct Dense16TilesSm90 {
   __device__ __forceinline__ uint32_t ds_rows(int slot, int warpgroup) const {
     return shared + DS_AT + slot * DS_BYTES + warpgroup * CONSUMER_KEYS * TILE * 2;
   }
-  // The row state of a stage: the negated log-sum-exps of the tile's queries, then their negated deltas, then the
-  // values that P and S need.
+  // The row state of a stage: the negated log-sum-exps of the tile's queries, then their negated deltas, then their row
+  // sums if P::QUERY_VALUES is 3, then the scale of their INT8 values if S is computed from INT8 values.
   __device__ __forceinline__ const float* state(int stage) const {
     return reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
   }
@@ -85,7 +85,8 @@ struct Dense16TilesSm90 {
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }
 
-  // Issues the bulk copies of a tile, by one thread: INT8 values and row state, and Q and dO if `mapped`.
+  // Called by one thread. Issues the bulk copies of a tile's INT8 values and row state. If `mapped`, also copies Q and
+  // dO through tensor maps.
   template <OverEnd OVER_END>
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {
     uint32_t at = shared + stage_at(stage);

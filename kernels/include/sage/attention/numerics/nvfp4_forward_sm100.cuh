@@ -60,7 +60,7 @@ struct Nvfp4ForwardSm100 {
       ptx::cp_async_bulk(shared + i * Tile::CODES_BYTES, query_tile(i), Tile::CODES_BYTES, mbarrier);
   }
 
-  // Stores the scales of Q for each MMA of S, which covers 64 channels of both query tiles.
+  // Copies the scales of Q to shared memory. Each MMA of S covers 64 channels of the thread block's two query tiles.
   __device__ __forceinline__ void store_queries(uint32_t mbarrier) {
     int query = threadIdx.x;
     const int8_t* scales = query_tile(query / TILE) + Tile::CODES_BYTES;
@@ -150,7 +150,8 @@ struct Nvfp4ForwardSm100 {
     }
 
     __device__ __forceinline__ void make_probabilities() {
-      // While the query has seen no key, each term is 2^(-inf - 0) = 0; with a reference of -inf the term would be NaN.
+      // If the query has seen no key yet, its logits and its reference are -inf. With a shift of -inf its probabilities
+      // would be NaN; with a shift of 0 they are 2^(-inf - 0) = 0.
       float shift = reference == -CUDART_INF_F ? 0.0f : reference;
       scales = 0;
 #pragma unroll

@@ -1,6 +1,6 @@
 // The forward of Attn-QAT for inference, with NVFP4 matmuls (arXiv 2603.00040, section 3): S = Q K^T and O = P V, with
-// P quantized in registers. Its outputs equal those of the forward for training (probabilities.cuh), up to the order of
-// sums.
+// P quantized in registers. Its outputs equal those of the forward for training, up to the order of sums (see
+// Nvfp4Probabilities).
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -146,7 +146,7 @@ struct Nvfp4ForwardSm80 {
         bytes |= ptx::code_of_e4m3(group.dequant) << (16 * half);
       }
       softmax.state(RowSoftmax::State::SUM, h) += sum;
-      // Lane t ^ 2 has the scales of the row's other two groups.
+      // The scales of the row's other two groups are in lane `lane ^ 2`.
       own_scales[h] = bytes | __shfl_xor_sync(~0u, bytes, 2) << 8;
     }
     uint32_t p_scales = lane & 1 ? own_scales[1] : own_scales[0];

@@ -3,11 +3,11 @@
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of attention outputs: one from each version of P. SLACK: see Softmax.
-// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit). of_lane, an
-//   increasing function, is add_of_lane of score_mod.cuh.
+// - maxima(row maxima, group maxima, logits, of_lane): computes the largest of_lane(logit) of each row, and for
+//   NVFP4 also of the lane's group of the row. of_lane adds a number to all logits of a lane (score_mod.cuh).
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
-// - RowScales: the NVFP4 scales of a row's groups. Each of the row's lanes has the scales of one group, which it
-//   computes from the group's largest probability.
+// - RowScales: the NVFP4 scales of a row's groups, one group per lane. A lane computes its group's scale from the
+//   group's largest probability.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
 // - QUERY_VALUES: the number of values of row state per query. WARP_BYTES: shared memory per warp.
@@ -139,7 +139,7 @@ struct Nvfp4Probabilities {
       quant = scale.quant, dequant = ptx::twice<T>(scale.dequant);
     }
     RowScales() = default;
-    // Broadcasts the scales of one group to the row's four lanes.
+    // The row's four lanes get `quant` and `dequant` of lane `group`.
     __device__ __forceinline__ RowScales of(int group) const {
       RowScales scales;
       scales.quant = __shfl_sync(~0u, quant, group, 4), scales.dequant = __shfl_sync(~0u, dequant, group, 4);
@@ -179,8 +179,7 @@ struct Nvfp4Probabilities {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) max[n][e] = fmaxf(x[n][e], x[n][2 + e]);
-    // A butterfly: each step exchanges half of the queries with the lane that differs in one bit of g, and halves the
-    // number of queries per lane.
+    // In each step a lane sends the maxima of half of its queries to another lane, and keeps the other half.
 #pragma unroll
     for (int count = 4; count > 0; count /= 2) {
       bool upper = lane & (4 * count);

@@ -1,5 +1,5 @@
 // Q smoothing subtracts the mean of each tile of queries from the tile. This file computes the mean's logits, without
-// quantization: its dot products with the keys, from which K's mean is subtracted (arXiv 2603.02170, sections 3 and 6).
+// quantization: for each key k, the dot product of the mean and k - mean(K) (arXiv 2603.02170, sections 3 and 6).
 #pragma once
 
 #include <sage/attention/rows.cuh>

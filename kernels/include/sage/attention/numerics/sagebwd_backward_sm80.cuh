@@ -16,8 +16,8 @@ struct SageBwdBackwardSm80 {
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
   // Shared memory: INT8 K and K^T, 16-bit V; stages, each with INT8 Q, INT8 Q^T, INT8 dO^T, 16-bit dO, log-sum-exp,
-  // delta, and the scales of dO^T; two slots of 16-bit dS^T; two slots of INT8 dS; each warp's largest |P| or |dS|, for
-  // scales that warps share; in GENERAL kernels the logits of the mean of Q.
+  // delta, and the scales of dO^T; two slots of 16-bit dS^T; with PARTS = 2, two slots of INT8 dS; each warp's
+  // largest |P| or |dS|, for scales that warps share; in GENERAL kernels, each key's logit with the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -25,7 +25,7 @@ struct SageBwdBackwardSm80 {
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
-  // For each warp: INT8 values of dS, 16 queries x 64 keys, and two scales per lane.
+  // A slot of INT8 dS has, for each warp, dS of 16 queries x 64 keys, and the scales of two queries per lane.
   static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
@@ -148,8 +148,8 @@ struct SageBwdBackwardSm80 {
     magic_tiles = 0;
   }
 
-  // Quantizes dS for dQ, from slot `slot` of dS^T to slot `slot` of INT8 values. Each warp quantizes the dS of 16
-  // queries and one tile of keys.
+  // For dQ: quantizes the 16-bit dS^T in slot `slot`, and writes it to the INT8 slot of the same number. Each warp
+  // quantizes the dS of 16 queries and one tile of keys.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;
     ScoreCodes codes;
@@ -169,7 +169,7 @@ struct SageBwdBackwardSm80 {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
     ScoreCodes codes[Plan::PARTS];  // one for each key tile of the thread block
-    float2 dequant[Plan::PARTS];    // scales of queries g and g + 8
+    float2 dequant[Plan::PARTS];    // for each key tile: scales of the strip's queries lane / 4 and lane / 4 + 8
     if constexpr (Plan::PARTS == 1) {
       quantize_queries(codes[0], dequant[0], k_dequant, ds_rows_of(slot ^ 1, part), strip, lane,
                        [&](float(&largest)[2]) { share_maxima(largest, lane); });
@@ -225,8 +225,9 @@ struct SageBwdBackwardSm80 {
     // At head_dim 64 a thread has enough registers to start dP here: the tensor cores work on dP while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC * factor and the log-sum-exp are subtracted as one number. Its rounding changes a logit by at most
-    // 1.5 * factor, and quantizing Q and K changes the logit by about 100 * factor.
+    // x is MAGIC + dot product. `offset` below subtracts MAGIC * factor and the log-sum-exp as one number. The rounding
+    // of `offset` changes a logit by at most 1.5 * factor, much less than the quantization of Q and K (about
+    // 100 * factor).
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -249,7 +250,7 @@ struct SageBwdBackwardSm80 {
     }
   }
 
-  // dK = dS^T (Q - mean) + (dS^T 1) mean. Adds the second term, from unquantized dS.
+  // dK = dS^T (Q - mean) + rowsum(dS^T) mean, with Q's mean over the tile. Adds the second term, from unquantized dS.
   __device__ __forceinline__ void add_mean_term(const Scores& s, const QueryTile& tile, int lane) {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -293,8 +294,8 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Multiplies INT8 P^T with a tile of dO^T, or INT8 dS^T with a tile of Q^T. The tile is [D][64]. Calls
-  // use(n, results) for channels 8 * n to 8 * n + 7. Each result has the bits of the float MAGIC + sum.
+  // Computes P^T dO from INT8 P^T and a tile of dO^T, or dS^T Q from INT8 dS^T and a tile of Q^T. The tile is [D][64].
+  // Calls use(n, results) for channels 8 * n to 8 * n + 7. Each result is the bits of the float MAGIC + dot product.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

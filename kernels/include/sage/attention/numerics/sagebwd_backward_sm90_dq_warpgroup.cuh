@@ -1,5 +1,5 @@
-// The backward of SageBwd on Hopper. It computes the same as the kernels of sagebwd_backward_sm80.cuh that are not
-// GENERAL. A separate warpgroup computes dQ.
+// The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh, but does not support the
+// ablations that are listed there. A separate warpgroup computes dQ.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -13,9 +13,10 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
   // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: INT8 K and K^T, 16-bit V, stages, f16 dS^T, two slots, staging memory of dQ, and DsUnit::unit of
-  // each consumer warp. A stage has INT8 Q, Q^T and dO^T, 16-bit dO, log-sum-exp, delta, and the scales of dO^T and Q.
-  // A slot has the INT8 dS for dQ, the INT8 dS for dK (if the dQ warpgroup computes dK), and the scales of dS.
+  // Shared memory: INT8 K and K^T, 16-bit V, stages, f16 dS^T, two slots, staging memory of dQ, and the power of two by
+  // which each consumer warp divides its dS^T (DsUnit). A stage has INT8 Q, Q^T and dO^T, 16-bit dO, log-sum-exp,
+  // delta, and the scales of dO^T and Q. A slot has the INT8 dS for dQ, the INT8 dS for dK (if the dQ warpgroup
+  // computes dK), and the scales of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -42,11 +43,11 @@ struct SageBwdBackwardSm90DqWarpgroup {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // The dS^T of a consumer, which no other warpgroup reads. The consumer's warps write dS^T and `units` between
-  // SLOT_EMPTY and WITHIN_CONSUMER, and read them between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps of the
-  // consumer meet at both barriers.
+  // The dS^T of a consumer, which no other warpgroup reads. The consumer's warps write dS^T and `units` between the
+  // barriers SLOT_EMPTY and WITHIN_CONSUMER, and read them between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps
+  // of the consumer meet at both barriers.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
-  // The powers of two (see DsUnit) by which a consumer's dS^T is divided, one per warp.
+  // For each warp of a consumer: the power of two by which the warp's dS^T is divided (see DsUnit).
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t dq_codes(int slot, int warpgroup) const {
@@ -59,8 +60,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   // For each key: the dequant_scale of its INT8 dS, times the dequant_scale of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Stores 16 rows of 64 INT8 values, from `row` on, and their scales. Of the 16 rows, `low` is the scale of row
-  // lane / 4, and `high` the scale of row lane / 4 + 8.
+  // Stores 16 rows of 64 INT8 values, from `row` on, and their scales. `low` is the scale of row `row` + lane / 4,
+  // and `high` the scale of row `row` + lane / 4 + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -192,11 +193,11 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
 
    private:
-    // Waits for S^T, issues the matmul for dP^T - delta, and computes P divided by the unit of dS.
+    // Waits for S^T, issues the matmul for dP^T - delta, and computes P divided by DsUnit::unit.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // DsUnit::exponent is added to the exponent of P = 2^(logit - LSE), so that P o (dP - delta) is dS in multiples of DsUnit.
+      // Adding DsUnit::exponent to -LSE divides P = 2^(logit - LSE) by DsUnit::unit.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -217,7 +218,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       take_exponentials(s, masked, Sight<HIDDEN>(of.block.segment, of.p), tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
     }
 
-    // Each warp quantizes the dS of 16 queries and all of the consumer's keys for dQ.
+    // Quantizes dS for dQ. Each warp quantizes 16 queries x all keys of the consumer.
     __device__ __forceinline__ void make_dq_codes(int slot, int row, int lane) {
       ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
@@ -227,8 +228,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
                   dq_dequant.y * k_dequant);
     }
 
-    // Adds the chunks of dV, then of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the
-    // current chunk is added. The first chunk's wgmma was already issued, into y[0].
+    // Adds P^T dO to dV and then, if consumers keep dK, dS^T Q to dK, CHUNK channels at a time. The next chunk's wgmma
+    // is in flight while the current chunk is added. The first chunk's wgmma was already issued, into y[0].
     __device__ __forceinline__ void add_products(int (&y)[2][CHUNK / 8][4], const ScoreCodes& codes, const ScoreCodes& ds_codes,
                                                  const float (&dequant)[2], const float (&ds_dequant)[2], uint32_t at,
                                                  const float* dout_dequant, int lane) {

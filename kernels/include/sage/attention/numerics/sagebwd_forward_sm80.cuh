@@ -17,7 +17,7 @@ struct SageBwdForwardSm80 {
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using Logits = int[M][8][4];  // the bits of floats: quant::MAGIC + INT8 dot product of q and k
-  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // thread blocks per multiprocessor: as many as its registers allow
+  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // thread blocks per multiprocessor, limited by registers
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK, SMOOTHS_VALUES = !QK;
@@ -31,10 +31,10 @@ struct SageBwdForwardSm80 {
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == D && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   uint32_t shared;
-  float* mean_logits;  // indexed by (query tile, key); only used with Q smoothing
+  float* mean_logits;  // logits of the means of Q, by (query tile, key); only used with Q smoothing
   int warp;
-  int first_key_tile;   // index in the padded buffers: the segment's first key tile of this head
-  int64_t query_tile;   // index in the padded buffers: the tile of the thread block's first query
+  int first_key_tile;   // index in Codes::k of the segment's first key tile of this head
+  int64_t query_tile;   // index in Codes::q of the tile of the thread block's first query
   int query_tiles_left;
   float q_factor;       // q dequant_scale * softmax_scale * log2 e
   const params::Forward& p;
@@ -100,8 +100,8 @@ struct SageBwdForwardSm80 {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
-      // At the row's largest logit 2^(x * factor + offset) is 127 or a little less: the offset is rounded down, because
-      // 128 does not fit INT8. p_dequant below takes this rounding into account.
+      // Rounded down: with an offset rounded up, the row's largest 2^(x * factor + offset) could become 128, which does
+      // not fit INT8. p_dequant below is computed from the rounded offset.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
@@ -126,7 +126,7 @@ struct SageBwdForwardSm80 {
     if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
-  // Subtracts MAGIC * (sum of dequant[r] since the last call) from the accumulators of each row r.
+  // Subtracts from each row's accumulators the MAGIC terms that add_values added since the last flush_magic.
   __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -177,7 +177,7 @@ struct SageBwdForwardSm80 {
         for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
       return quad_max(largest) * factor;
     } else {
-      // x holds the bits of floats that are positive or minus infinity. Compared as integers, they have the same order.
+      // x holds the bits of floats: positive numbers or -infinity. Compared as integers, they have the same order.
       int largest = x[r >> 1][0][2 * (r & 1)];
 #pragma unroll
       for (int n = 0; n < 8; ++n)

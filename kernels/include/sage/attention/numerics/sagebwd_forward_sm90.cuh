@@ -13,17 +13,18 @@ namespace sage::attention {
 // The scales of a step's two tiles.
 struct __align__(16) StepScales {
   float k[2];          // dequant_scale of K
-  float log2_v[2];     // log2 of (dequant_scale of V / `v`), at least LEAST and at most 0
+  float log2_v[2];     // log2 of (dequant_scale of V / `v`), plus the tile's byte of `beyond`; clamped to [LEAST, 0]
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
-  float first_v;       // dequant_scale of V of the first tile, for queries that do not see the second tile
-  int beyond;          // byte t: quantized P of tile t is divided by 2^byte; 0 unless the tile's ratio is below 2^LEAST
+  float first_v;       // dequant_scale of V of the step's first tile, for queries that do not see its second tile
+  int beyond;          // byte t: quantized P of tile t is divided by 2^byte (see LEAST)
 
-  // The sums of P are computed in f16, from exponentials that include log2_v. If a tile's ratio is 2^LEAST, a P below
-  // 2^-13 of the row's largest P rounds to zero. These P of a tile sum to less than 64 * 2^-13 of the row's sum. A
-  // ratio below 2^LEAST is applied as two factors: 2^log2_v to the exponentials, and 2^-`beyond` only to quantized P.
-  // If a query attends almost only to the tile with this ratio, the second factor removes low bits of quantized P. For
-  // each key this changes the query's output by at most 2^-28 of the largest |V| in the other tile.
+  // A tile's ratio is its dequant_scale of V, divided by `v`. The sums of P are computed in f16, from exponentials that
+  // are multiplied by 2^log2_v. If a tile's ratio is 2^LEAST, a P below 2^-13 of the row's largest P rounds to zero.
+  // These P of a tile sum to less than 64 * 2^-13 of the row's sum. A ratio below 2^LEAST is applied as two factors:
+  // 2^log2_v to the exponentials, and 2^-`beyond` only to quantized P. If a query attends almost only to the tile with
+  // this ratio, the second factor removes low bits of quantized P. For each key this changes the query's output by at
+  // most 2^-28 of the largest |V| in the step's other tile.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
@@ -45,18 +46,20 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // per step: one for the bulk copies, one for the scales
+  // STEP_ARRIVALS: one for a step's bulk copies, one for its scales.
+  static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;
   static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
   // At D = 64 a separate loop for masked steps would make ptxas spill.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = D == 128 && HIDDEN != OUTER_KEYS;
-  // Shared memory: two slots of Q; the stages, each with two tiles of K and two of V^T; the StepScales of each stage.
+  // Shared memory: two slots, each with a tile of Q per consumer; the stages, each with two tiles of K and two of V^T;
+  // the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // bytes in which a warp stages its output: those of its INT8 Q
+  static constexpr int STAGING = TILE_BYTES / 4;  // bytes per warp; a warp stages its output where its INT8 Q was
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -126,17 +129,16 @@ struct SageBwdForwardSm90 {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
-    // The first tile whose exponentials come after the branch in `follow`. With 1 the exponentials of tile 0 overlap
-    // with the computation of the row maxima. At head_dim 128 the forward then takes 0.97x of the time that it takes
-    // with 0; at head_dim 64 it would take 1.05x.
+    // The first tile whose exponentials come after the branch in `follow`. With 1 the forward takes 0.97x of the time
+    // that it takes with 0 at head_dim 128, and would take 1.05x at head_dim 64.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
       // At head_dim 64 the scales are copied to registers; at 128 they are read from shared memory where they are used.
-      // At each head_dim this choice is 5 % faster than the other choice, because ptxas orders the other instructions
-      // differently.
+      // Swapping the two would make the forward 5 % slower at both head_dims, because ptxas would order its
+      // instructions differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
       const float factor[2] = {logit_factor(q_factor, scales.k[0]), logit_factor(q_factor, scales.k[1])};
       ptx::wgmma_wait<PENDING>(x);
@@ -156,14 +158,15 @@ struct SageBwdForwardSm90 {
           Sight<HIDDEN> sight(segment, of.p);
           unseen[1][r] = sight.visible_keys(row) <= second;
           if constexpr (HIDDEN == OUTER_KEYS) {
-            // A row beyond the segment's end is given first_key 0, because its window may start beyond the last tile.
+            // 0 for a row beyond the segment's end. Its window may start beyond the last tile, and the code below would
+            // then read the scale of a tile that does not exist.
             int first_key = row < segment.query_len ? sight.first_key(row) : 0;
             unseen[0][r] = first_key >= second, unseen[1][r] |= first_key >= second + TILE;
           }
         }
       }
-      // Quantized P and the sum of P are both computed from f16. The rounding error, up to 2^-11 of a probability, is
-      // at most a quarter of the quantization error, and averages out in the sum.
+      // Quantized P and the sum of P are both computed from P in f16. Rounding P to f16 changes it by at most a quarter
+      // of the maximum quantization error. In the sum, these changes average out.
       float sum[2][2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
@@ -202,7 +205,7 @@ struct SageBwdForwardSm90 {
         dequant[r] = p_dequant * (unseen[1][r] ? scales.first_v * scales.inverse_v[0] : scales.v);
         if constexpr (HIDDEN == OUTER_KEYS) {
           if (unseen[0][r]) dequant[r] = p_dequant * scales.inverse_v[1] * __ldg(of.p.codes.v_dequant_scale + of.first_key_tile + 2 * step + 1);
-          if (p_dequant == 0.0f) dequant[r] = 0.0f;  // the row sees neither tile, and their scales may be NaN
+          if (p_dequant == 0.0f) dequant[r] = 0.0f;  // V's scales may be NaN if the row sees no key of this step
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];

@@ -1,4 +1,4 @@
-// Quantizes P and dS to INT8 in the backward of SageBwd, and copies and multiplies the INT8 values of K and Q.
+// For the backward of SageBwd: quantizes P and dS to INT8, copies INT8 K, and computes S^T = K Q^T of INT8 values.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm80.cuh>
@@ -56,7 +56,9 @@ template <class Share>
 __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, float k_dequant, uint32_t rows,
                                                  int strip, int lane, Share share) {
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // [16 keys][register], in bf16: 0 and 2 have two keys each of query g, 1 and 3 of query g + 8
+  // [group of 16 keys][register]. A register contains dS of two keys and one query in bf16: query lane / 4 of the strip
+  // in registers 0 and 2, query lane / 4 + 8 in registers 1 and 3.
+  uint32_t r[4][4];
   uint32_t largest16[2] = {0, 0};
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -75,7 +77,8 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Four consecutive slots (layout/permutation.cuh) have two of a step's first 8 keys, and two of its last 8.
+      // Four consecutive slots (layout/permutation.cuh) store two of the first 8 keys and two of the last 8 keys of a
+      // group of 16 keys.
       uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
       codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                                  __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
@@ -103,8 +106,8 @@ __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_
   }
 }
 
-// Transposes INT8 values in shared memory, by THREADS threads: from K, as [KEYS][D], to K^T, as [D][KEYS] with permuted
-// keys. K and K^T are swizzled.
+// Transposes K's INT8 values in shared memory from [KEYS][D] to [D][KEYS]. Every 16 keys are permuted
+// (layout/permutation.cuh). K and K^T are swizzled.
 template <int KEYS, int D, int THREADS>
 __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {
   for (int i = threadIdx.x; i < D * (KEYS / 16); i += THREADS) {
@@ -114,7 +117,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The index in params::Codes of the thread block's first key tile.
+// The index of the thread block's first key tile in the arrays of params::Codes.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }

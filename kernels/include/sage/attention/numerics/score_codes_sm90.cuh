@@ -38,16 +38,16 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
   return max(x, __shfl_xor_sync(~0u, x, 2));
 }
-// The larger magnitudes of two pairs of f16 values. The signs of the result are arbitrary.
+// The element-wise larger magnitudes of two pairs of f16 values. The signs of the result are arbitrary.
 struct MaxAbs {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
 };
-// The larger values of two pairs of nonnegative bf16 values. Compares the bits as integers, so NaN is the largest.
+// The element-wise maxima of two pairs of nonnegative bf16 values. Compares bits as integers, so NaN is the largest.
 struct MaxPositive {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
 };
 
-// The maxima of this lane's values of row g, in the low half of the word, and of row g + 8, in the high half.
+// Reduces this lane's values with `max`. The result's low half is for row g = lane / 4, its high half for row g + 8.
 template <class Max>
 __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   uint32_t largest[2] = {w[0][0], w[0][1]};
@@ -59,8 +59,8 @@ __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
 }
 
 // Quantizes P with one scale per key. The arithmetic is in bf16, whose 8 significant bits are more than the 7 of INT8.
-// Adding 128 rounds to an integer, because bf16 numbers in [128, 256) are integers. `largest`: the maxima of rows g and
-// g + 8.
+// Adding 128 rounds to an integer, because bf16 numbers in [128, 256) are integers. `largest`: the maximum of each of
+// this lane's two keys.
 __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, uint32_t largest, ScoreCodes& codes,
                                                        float (&dequant)[2]) {
   constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
@@ -108,8 +108,8 @@ struct HalfScales {
 // The unit of a warp's dS: a power of two that dS is divided by, so that its largest value is in [LOW, HIGH] in f16.
 // Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this range. HalfScales
 // limits the quant_scale of rows whose largest dS is below 2^-9 in this unit: they are quantized more coarsely. The
-// largest dS of such a row is at least 2^9 times smaller than the warp's. dS beyond 2^75, or beyond 2^38 right after
-// tiles whose dS is nearly zero, becomes infinite.
+// largest dS of such a row is at least 2^9 times smaller than the warp's. Some dS becomes infinite in f16: dS beyond
+// 2^76 and, right after tiles whose dS is nearly zero, dS beyond 2^26.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
@@ -134,7 +134,7 @@ struct DsUnit {
 #pragma unroll
       for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
-    // Zeros and nonfinite values do not predict the next tiles' dS.
+    // The unit does not change if the largest |dS| is zero or not finite.
     if (power <= -127) return 0.0f;
     if (power >= 128) return unit;
     int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);
@@ -171,10 +171,12 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   float4 units = *units_at;
   float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // [16 keys][register]: registers 0 and 2 have two keys each of query g, 1 and 3 of query g + 8
+  // [group of 16 keys][register]. A register contains dS of two keys and one query: query lane / 4 of the strip in
+  // registers 0 and 2, query lane / 4 + 8 in registers 1 and 3.
+  uint32_t r[4][4];
 #pragma unroll
   for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
-  // If the warps' units differ, changes `r` from dS / (the warp's unit) to dS / `unit`.
+  // r[i] contains dS that warp i has stored, divided by units[i]. If the four units differ, changes r[i] to dS / `unit`.
   if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
     float of_step[4] = {units.x, units.y, units.z, units.w};
 #pragma unroll
@@ -195,8 +197,8 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      // Every 16 keys are permuted (layout/permutation.cuh): four consecutive slots have two of the first eight keys
-      // and two of the last eight.
+      // Every 16 keys are permuted (layout/permutation.cuh). Four neighbours in the permuted order are two of the first
+      // eight keys and two of the last eight.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
   return unit;

@@ -9,7 +9,7 @@
 // - of_lane: in a forward, a further addend of all logits of this lane; 0 unless `apply` sets it.
 // - add_of_lane(x, factor): returns x + of_lane / factor.
 // - chain(ds): on entry `ds` is the gradient of the new logits. Changes it to the gradient of the old logits, with the
-//   derivatives that the last `apply` of a backward stored.
+//   derivatives that the preceding `apply` stored.
 // - next_head(): the caller calls it before the query tiles of the next query head.
 #pragma once
 
@@ -42,9 +42,10 @@ __device__ __forceinline__ float tanh_of_small(float x) {
   return x * fmaf(square, y, 0x1.fffd0ap-3f);
 }
 
-// x[i] = tanh(x[i] * by / 4), by tanh_of_small or an exponential. The exponential, which would delay the exponentials
-// of the softmax, is computed only if one of the thread's arguments of tanh is large. Which formula is used for an
-// argument depends only on the argument's own size, so that a masked key does not change the results of other keys.
+// x[i] = tanh(x[i] * by / 4), computed with tanh_of_small or an exponential. The exponential, which would delay the
+// exponentials of the softmax, is computed only if one of the thread's arguments of tanh is large. Which formula is
+// used for an argument depends only on the argument's own size, so that a masked key does not change the results of
+// other keys.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
@@ -92,12 +93,12 @@ struct SoftcapAndAlibi {
   }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
-  // Replaces x by tanh(x * factor / c), and then `factor` by c. Here c is the cap of base-2 logits.
+  // Sets x to tanh(x * factor / c), and then sets `factor` to c, the cap of base-2 logits.
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
     float by = 4.0f * factor / cap2;
-    // In chunks, so that ptxas has registers for the exponentials.
+    // In chunks, so that ptxas has registers for take_tanh's exponentials.
     constexpr int PART = 16;
 #pragma unroll
     for (int i = 0; i < N; i += PART) take_tanh(reinterpret_cast<float(&)[PART]>(x[i]), by);
@@ -107,9 +108,9 @@ struct SoftcapAndAlibi {
   // Applies the soft cap and ALiBi to a forward's logits: 16 * M queries from `first_query` on, and the tile of keys
   // from `first_key + column` on.
   //
-  // If no query sees a key after its own position, a distance needs no absolute value, and one FMA per logit suffices:
-  // the caller adds the terms of ALiBi that depend only on the row (`offset`) or only on the lane (`of_lane`). `offset`
-  // is the same for every `column`.
+  // If no query sees a key after its own position, a distance needs no absolute value. Then one FMA per logit adds only
+  // the term of ALiBi that is the same in all rows and lanes. The caller adds `offset`, which depends only on the row,
+  // and the member `of_lane`, which depends only on the lane. `offset` is the same for every `column`.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {
     if (has_softcap()) {

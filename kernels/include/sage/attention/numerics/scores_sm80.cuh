@@ -67,7 +67,8 @@ struct ScoresOfCodes {
   }
 };
 
-// Subtracts the mean over tokens from the rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`.
+// Subtracts the mean over tokens from the rows of K in shared memory. `at(row, chunk)` is the byte offset of a chunk of
+// 8 channels from `memory`.
 // Rows beyond the last key do not matter, because their dS is 0. Does nothing for unquantized attention, which has no
 // mean. The rows have CHANNELS channels from `first_channel` on.
 // Without the subtraction, row i of dQ = dS K would contain (sum of row i of dS) * mean. The sum is not exactly zero if
