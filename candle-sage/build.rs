@@ -22,10 +22,10 @@ const PTX: u32 = 89;
 /// on which tests emulate the instructions of 120.
 const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 
-/// The architectures without FP4 matmuls. Every architecture of the table of plans must be here or in NVFP4.
+/// The architectures without FP4 matmuls. Every architecture of the table `PLANS` must be here or in NVFP4.
 const NO_NVFP4: [u32; 3] = [80, 86, 89];
 
-/// The table of plans: how each kernel runs. The kernels include this file. `build/plans.rs` makes the host's table.
+/// The table of plans: how each kernel runs. The kernels include this file. `build/plans.rs` translates it to Rust.
 const PLANS: &str = "include/sage/params/plans.def";
 
 /// The headers with the kernels' arguments, from which the host's structs are generated. A header may use the headers
@@ -167,9 +167,9 @@ fn kernels() -> Result<PathBuf, String> {
     }
 }
 
-/// A folder for compiled kernels that builds of the same profile share: `target/PROFILE/build/candle-sage-kernels`,
-/// next to `OUT_DIR`'s `target/PROFILE/build/candle-sage-HASH/out`. Without this folder, `cargo build`, `cargo doc` and
-/// each set of features would compile the kernels again. The name of a compiled kernel's file contains a fingerprint of
+/// The folder for compiled kernels, `target/PROFILE/build/candle-sage-kernels`. All builds of a profile share it
+/// (`OUT_DIR` is `target/PROFILE/build/candle-sage-HASH/out`). Without this folder, `cargo build`, `cargo doc` and each
+/// set of features would compile the kernels again. The name of a compiled kernel's file contains a fingerprint of
 /// everything that the kernel depends on.
 fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {
     let builds = out.ancestors().nth(2).filter(|builds| builds.ends_with("build"));
@@ -193,7 +193,7 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Pat
     named.and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
 }
 
-/// The architectures to build: the ones of `all` that nvcc supports, or `CANDLE_SAGE_CUDA_ARCHS`.
+/// The architectures to build: `CANDLE_SAGE_CUDA_ARCHS` if it is set, else the ones of `all` that nvcc supports.
 fn architectures(nvcc: &Path, all: &[u32]) -> Result<Vec<u32>, String> {
     let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
     let known: Vec<u32> =

@@ -1,6 +1,6 @@
-//! Error of SageBwd relative to exact attention: for several standard deviations of query and key (Table 1 of arXiv
-//! 2603.02170), and for several vectors that are subtracted from the keys: the mean of all keys, of a sample, or of
-//! another case's keys.
+//! Error of SageBwd relative to exact attention. The first table has several standard deviations of query and key, as
+//! Table 1 of arXiv 2603.02170. The second table compares means that are subtracted from the keys: the mean of all
+//! keys, of a sample of the keys, or of another case's keys.
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 
@@ -55,13 +55,12 @@ fn table_1() -> Result<()> {
     Ok(())
 }
 
-/// Factors of the vector that is added to all keys (see [`case_with`]): a name, and the factors at the first and the
-/// last token. The factor changes linearly in between.
+/// Values of `common` in [`case_with`], each after its name.
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// A random case, with one vector of standard deviation `sigma` times a factor added to each key. The factor changes
-/// linearly from `common.0` at the first token to `common.1` at the last token. The vector is the same for all seeds.
+/// A random case, to whose keys a factor times `direction` is added. `direction` has standard deviation `sigma` and is
+/// the same for all seeds. The factor changes linearly from `common.0` at the first token to `common.1` at the last.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);

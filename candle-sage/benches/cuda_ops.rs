@@ -4,8 +4,9 @@
 //! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
 //! are a lower bound: each input is read once, each output written once. Bandwidths are also printed in percent
 //! of the bandwidth of a device-to-device copy, which is measured first. Times are medians over calls, measured with
-//! CUDA events. They include host time where the host is slower than the GPU. candle's own part of a backward (a first
-//! gradient of ones, and for each input zeros to which the gradient is added) is measured separately and subtracted.
+//! CUDA events. They include host time where the host is slower than the GPU. The time of candle's own work in
+//! `backward()` is measured separately and subtracted: candle fills the output's gradient with ones, and adds each
+//! input's gradient to zeros.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format;
@@ -139,7 +140,7 @@ fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()
     Ok(())
 }
 
-/// Quantization to FP8 with a transposed copy, and the matmuls of linear layers (y, dx and dW), in bf16 and in FP8.
+/// The matmuls of linear layers (y, dx and dW) in bf16 and in FP8, and the quantization to FP8 with a transposed copy.
 fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let quantize = |x: &Tensor| Fp8Matrix::quantize(x, Fp8Format::E4M3, Fp8Copies::Both);
     for columns in [WIDTH, HIDDEN, 2 * HIDDEN] {
@@ -183,8 +184,8 @@ fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     Ok(())
 }
 
-/// Muon's step on the matrices of 20 layers, with one matrix for each head of query, key and value. The memory
-/// throughput of the orthogonalization is printed as 0: matmuls take most of its time.
+/// Muon's step on the matrices of 20 layers, with one matrix for each head of query, key and value. The
+/// orthogonalization's memory throughput is not measured: it is printed as 0.
 fn muon(bench: &Bench) -> Result<()> {
     const LAYERS: usize = 20;
     let mut at = 0;

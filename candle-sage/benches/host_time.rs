@@ -1,6 +1,6 @@
 //! Time that the host needs to issue calls on a GPU: small models are bound by this time.
 //!
-//! `cargo bench --features cuda --bench host_time`. The calls of a batch give a mean time per call. Each
+//! `cargo bench --features cuda --bench host_time`. Each batch of calls gives a mean time per call. Each
 //! figure is the 10th percentile of these means, in microseconds. Other work of the host disturbs this percentile less
 //! than the median. Calls are issued without waiting for the GPU. A batch has so few calls that the launch queue does
 //! not fill.

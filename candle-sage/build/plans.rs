@@ -1,5 +1,5 @@
-//! Generates Rust from `kernels/include/sage/params/plans.def`, the table of tile sizes and memory of the kernels
-//! (plans). The kernels include the same file.
+//! Generates Rust from `kernels/include/sage/params/plans.def`, the table of the kernels' plans (tile sizes and
+//! memory). The kernels include the same file.
 
 use std::fmt::Write as _;
 

@@ -45,7 +45,7 @@ impl Model {
     }
 }
 
-/// Sequences of random tokens, and an answer for each: one of its tokens. The last token is the answer's position.
+/// Sequences of random tokens, and an answer for each sequence: its token at the index given by its last token.
 fn batch(count: usize) -> Result<(Tensor, Tensor)> {
     let draws = Tensor::rand(0f32, VOCAB as f32, (count, LEN), &Device::Cpu)?.to_dtype(DType::U32)?;
     let rows = draws.to_vec2::<u32>()?;

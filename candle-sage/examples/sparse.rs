@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     println!("{:<26} {:>8} {:>10} {:>11}", "", "sparsity", "error of O", "fwd + bwd");
     show("dense", 0.0, &|| attention.apply(&q, &k, &v))?;
 
-    // The first block of the sequence, and the four blocks before the diagonal. The diagonal's block is always seen.
+    // Selects the first block of keys, and the four before the diagonal. The diagonal is seen without selection.
     let window = Selection::window(&shape, block, 4, 1, &device)?;
     show("window and sink", window.sparsity()?, &|| attention.clone().select(&window).apply(&q, &k, &v))?;
 

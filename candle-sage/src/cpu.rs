@@ -43,7 +43,6 @@ trait OnCpu: Debug + Send + Sync + 'static {
     /// The base-2 log-sum-exps of the logits, (batch, query heads, query); minus infinity for a query that sees no key.
     fn lse2(kept: &Self::Kept) -> &[f32];
 
-    /// Computes the gradients from the forward's state and output and from the output's gradient.
     fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, output: &OutputGradient<'_>) -> Gradients;
 }
 
@@ -56,8 +55,7 @@ pub(crate) struct OutputGradient<'a> {
     pub(crate) dlse: &'a [f32],
 }
 
-/// A completed forward: the scheme and the state that its forward kept. Only a completed forward has a backward, so
-/// scheme and state always match.
+/// A scheme, and the state that this scheme's forward kept for the backward.
 pub(crate) trait CompletedForward: Debug + Send + Sync {
     /// The natural log-sum-exps, (batch, query heads, query).
     fn lse(&self) -> Vec<f32>;

@@ -85,7 +85,7 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// Allocates the forward's operands. `keep`: a backward will follow.
     fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Self::Operands>;
 
-    /// Launches the kernels that prepare the forward's operands, and sets their addresses in `params`.
+    /// Launches the kernels that prepare the forward's operands, and sets the operands' addresses in `params`.
     fn before_forward<'p>(
         &self,
         call: &Call<'_>,
@@ -98,8 +98,8 @@ trait OnGpu: Debug + Send + Sync + 'static {
 
     fn scratch(&self, call: &Call<'_>, kept: &Self::Kept) -> Result<Self::Scratch>;
 
-    /// Launches the kernels that prepare the backward's operands, including delta, and sets their addresses in
-    /// `params`.
+    /// Launches the kernels that prepare the backward's operands, including delta, and sets the operands' addresses
+    /// in `params`.
     fn before_backward<'p>(
         &self,
         call: &Call<'_>,
@@ -133,8 +133,8 @@ struct Completed<S: OnGpu> {
     kept: S::Kept,
 }
 
-/// Without `is_gradient`, `padded` contains the negated base-2 log-sum-exps; writes the log-sum-exps to `outside`. With
-/// `is_gradient`, `padded` contains the negated delta; adds `outside`, the gradient of the log-sum-exps, to `padded`.
+/// Without `is_gradient`: reads `padded`, the negated base-2 log-sum-exps, and writes the log-sum-exps to `outside`.
+/// With `is_gradient`: adds `outside`, the gradient of the log-sum-exps, to `padded`, the negated delta.
 fn log_sum_exp(
     gpu: &Gpu,
     shape: params::Shape<'_>,
@@ -182,7 +182,7 @@ fn kernels_of(scheme: &crate::scheme::Scheme) -> [&'static str; 2] {
     with_scheme!(scheme, of)
 }
 
-/// Computes the output, contiguous (batch, query, query heads, head_dim), and with `keep` also the state for a
+/// Computes the output, contiguous (batch, query, query heads, value_dim), and with `keep` also the state for a
 /// backward.
 fn run_forward<S: OnGpu>(
     scheme: S,
@@ -254,7 +254,8 @@ fn run_backward<S: OnGpu>(
     let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
-    // A counter for each tile of queries, and the tile scheduler's counter.
+    // One counter for each tile of dQ: the number of thread blocks that added to the tile. The last element is the
+    // number of thread blocks that have started.
     let dq_semaphore =
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);

@@ -9,8 +9,8 @@ pub(crate) const REPORT: &str = "internal error: report it with the call's shape
 /// A request that the crate cannot carry out.
 ///
 /// An error displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Conversion
-/// to candle's `candle_core::Error::Wrapped` does not change the text, and [`ErrorKind::of`] returns the kind. The
-/// alternate form, `{:#}`, names the kind first.
+/// to candle's `candle_core::Error::Wrapped` does not change the text, and keeps the [`ErrorKind`]: see
+/// [`ErrorKind::of`]. The alternate form, `{:#}`, names the kind first.
 ///
 /// ```
 /// use candle_sage::Error;
@@ -173,7 +173,7 @@ impl Error {
         Self::new(what).with_kind(ErrorKind::Shape)
     }
 
-    /// Creates an error about something outside the program that failed: [`ErrorKind::Failed`].
+    /// Creates an error about a failure outside the program: [`ErrorKind::Failed`].
     pub fn failed(what: impl Into<String>) -> Self {
         Self::new(what).with_kind(ErrorKind::Failed)
     }
@@ -241,7 +241,7 @@ impl fmt::Display for Error {
         let lines = [("got", got), ("allowed", allowed), ("hint", hint)];
         for (label, text) in lines {
             if let Some(text) = text {
-                // The message of an inner error has several lines.
+                // `text` may be the message of another error, which can have several lines.
                 write!(f, "\n  {:<9}{}", format!("{label}:"), text.replace('\n', "\n           "))?;
             }
         }

@@ -18,8 +18,8 @@
 //!
 //! [`Packed`] contains the rows of one matrix. `codes` is row-major, with two codes per byte: the even channel is in
 //! the low four bits. Each row is padded to a whole byte. A code is sign (bit 3), exponent (bits 2, 1) and mantissa
-//! (bit 0). `scales` has one byte per group: (row, group) if a group is in one row, (group, channel) if a group is in
-//! one channel. The last group of a row or channel may be shorter than 16.
+//! (bit 0). `scales` is row-major, with one byte per group: (rows, groups per row) with [`Axis::Channels`], (groups per
+//! channel, channels) with [`Axis::Rows`]. The last group of a row or channel may be shorter than 16.
 
 use std::ops::Range;
 
@@ -181,8 +181,8 @@ impl Scale {
 }
 
 /// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Scaled values do
-/// not saturate in NVFP4 (at 2688), even after smoothing of V. The factor is at most 2^100, so that its product with a
-/// group's `quant` is finite. The factor is 1 if `max` is 0 or not finite. See
+/// not saturate in NVFP4 (at 2688), even after smoothing of V. The factor is at most 2^100, so that its product with
+/// [`Scale::quant`] is finite. The factor is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///
 /// ```
@@ -313,7 +313,7 @@ fn groups(
 mod tests {
     use super::*;
 
-    /// The E2M1 values, listed independently of the arithmetic above.
+    /// The non-negative E2M1 values, listed independently of the arithmetic above.
     const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
     /// All non-negative E4M3 values, from the definition of the format.
@@ -407,8 +407,7 @@ mod tests {
         assert_eq!(Scale::of(6.0 * 2f32.powi(-10)), Scale { dequant: 0.0, quant: 0.0 });
         assert_eq!(Scale::of(6.1 * 2f32.powi(-10)).dequant, 2f32.powi(-9));
         assert_eq!(Scale::of(1e9).fake_quantize(1e9), 2688.0);
-        // The largest value, 8.4 * 2^-9, gives a scale of 1.4 * 2^-9, which rounds down to 2^-9: the code
-        // saturates at 6.
+        // The scale 8.4 * 2^-9 / 6 = 1.4 * 2^-9 rounds down to 2^-9, so the E2M1 value saturates at 6.
         assert_eq!(Scale::of(8.4 * 2f32.powi(-9)).fake_quantize(8.4 * 2f32.powi(-9)), 6.0 * 2f32.powi(-9));
         for bad in [f32::NAN, f32::INFINITY] {
             assert!(Scale::of(bad).fake_quantize(1.0).is_nan());

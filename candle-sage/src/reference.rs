@@ -52,7 +52,7 @@ pub const DENSE: Pattern<'static> = &|_| true;
 
 /// How logits are computed from the dot products of queries and keys: `x = scale q k`. A soft cap changes x to
 /// `softcap tanh(x / softcap)`. `ALiBi` then subtracts `slope |position - key|`: `position` is the query's position;
-/// the last query has the position of the last key. A number converts to `Logits` with only a scale.
+/// the last query has the position of the last key. `Logits::from(scale)` has no soft cap and no `ALiBi`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logits {
     /// The softmax scale.
@@ -153,7 +153,7 @@ fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn forward(
     shape: &AttentionShape,
     logits: impl Into<Logits>,
@@ -179,7 +179,7 @@ pub fn forward(
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn sparse_forward(
     shape: &AttentionShape,
     pattern: Pattern<'_>,
@@ -224,7 +224,7 @@ pub fn sparse_forward(
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn backward(
     shape: &AttentionShape,
     logits: impl Into<Logits>,
@@ -251,7 +251,7 @@ pub fn backward(
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn sparse_backward(
     shape: &AttentionShape,
     pattern: Pattern<'_>,

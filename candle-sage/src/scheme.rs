@@ -87,8 +87,8 @@ impl Scheme {
         }
     }
 
-    /// Whether logits are computed from keys minus their mean. Subtracting the mean changes the logits but not the
-    /// softmax. [Soft caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
+    /// Whether logits are computed from keys minus their mean over tokens. Subtracting the mean changes the logits but
+    /// not the softmax. [Soft caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
     /// [log-sum-exps](crate::Attention::apply_with_lse) need the original logits, so they are errors with such a
     /// scheme.
     ///
@@ -106,7 +106,7 @@ impl Scheme {
         }
     }
 
-    /// The scheme with unsmoothed operands.
+    /// The same scheme without smoothing: see [`Smoothing::None`].
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

@@ -48,7 +48,7 @@ pub struct Selection {
     /// u32, (key heads, blocks of queries, 1 + width). A row contains the number of key blocks that the query block
     /// sees, then the indices of these key blocks in ascending order, then unused values.
     lists: Tensor,
-    /// The same lists on the host, copied when they are first read.
+    /// A copy of `lists` on the host, made when the host first reads them.
     host: Arc<OnceLock<Lists>>,
 }
 
@@ -71,7 +71,7 @@ impl Selection {
             return Err(Error::new("the block of queries does not exist")
                 .got(format!("segment {segment}, key head {key_head}, block {block}"))
                 .allowed(format!(
-                    "segment below {}, key head below {}; blocks of each segment: {:?}",
+                    "segment below {}, key head below {}, block below the number of blocks in its segment: {:?}",
                     self.blocks.segments.len(),
                     self.blocks.key_heads,
                     (0..self.blocks.segments.len()).map(|n| self.blocks.query_blocks(n)).collect::<Vec<_>>()

@@ -107,7 +107,7 @@ pub(crate) struct Window {
 impl std::fmt::Display for Window {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let tokens = |end: Option<usize>| end.map_or("all".to_string(), |tokens| tokens.to_string());
-        write!(f, "{} tokens before and {} after a query's own", tokens(self.before), tokens(self.after))
+        write!(f, "{} tokens before and {} after each query", tokens(self.before), tokens(self.after))
     }
 }
 
@@ -136,9 +136,9 @@ impl Window {
 pub struct Segment {
     /// Index of the tokens' batch entry.
     pub batch: usize,
-    /// The query tokens, as indices in the sequence.
+    /// The query tokens, as indices in the sequence dimension of Q.
     pub query: Range<usize>,
-    /// The key and value tokens, as indices in the sequence.
+    /// The key and value tokens, as indices in the sequence dimension of K and V.
     pub key: Range<usize>,
     window: Window,
 }
@@ -157,14 +157,14 @@ impl Segment {
         }
     }
 
-    /// The first key that query `i` attends to, if the query sees any key; 0 without a limit to the left.
+    /// The first key that query `i` attends to, if it sees any key; 0 unless a window limits the earlier keys.
     pub fn first_key(&self, i: usize) -> usize {
         self.window
             .before
             .map_or(0, |before| (i + self.key.len()).saturating_sub(self.query.len()).saturating_sub(before))
     }
 
-    /// The first query (an index inside the segment) that attends to key `j`; at most `query.len()`.
+    /// The first query that attends to key `j`, if any query sees this key. Both are indices inside the segment.
     pub fn first_query(&self, j: usize) -> usize {
         match self.window.after {
             Some(after) => (j + self.query.len())
@@ -214,7 +214,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "`AttentionShape` has one head_dim; `Attention` accepts a different head_dim for values (8 to 256)",
+                    "`Attention` accepts another head_dim for values (8 to 256), if query and key have one head_dim and all else matches",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {
@@ -379,7 +379,7 @@ impl AttentionShape {
         1.0 / (self.head_dim as f64).sqrt()
     }
 
-    /// The independent problems of this call: batch entries, or packed documents.
+    /// One segment for each batch entry, or for each packed document.
     pub fn segments(&self) -> Vec<Segment> {
         let window = self.window;
         match &self.packing {

@@ -40,8 +40,8 @@ use crate::shape::{AttentionShape, Packing};
 
 /// Block-sparse attention with a router and a linear tail.
 ///
-/// For a query `i` of block `I`, with `S(I)` the selected blocks of keys (and with a causal mask the block on
-/// the diagonal, masked token by token):
+/// For a query `i` of block `I`, let `S(I)` be the selected blocks of keys and, with a causal mask, the blocks on the
+/// diagonal, masked token by token:
 ///
 /// ```text
 /// Os_i = softmax attention over S(I), in the numerics of a scheme
@@ -57,10 +57,10 @@ use crate::shape::{AttentionShape, Packing};
 /// through [`Sla2::router_loss`]. With a causal mask, the first blocks of queries have at most as many candidates as
 /// the router may select: their result is dense attention.
 ///
-/// With a causal mask no token after a query changes the query's output: the router's mean of a block of queries
-/// contains no query after the block's first, no candidate contains a later key, and the tail sums only over
+/// With a causal mask no token after a query changes the query's output: the router represents a block of queries by
+/// the mean of its first query and of earlier queries, no candidate contains a later key, and the tail sums only over
 /// candidates. (With [`SageBwd`](crate::SageBwd) K's mean over all tokens is subtracted before quantizing, so that
-/// later tokens change how values are rounded; unquantized attention has no such dependence.)
+/// later tokens change K's rounding errors; unquantized attention has no such dependence.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -121,8 +121,8 @@ impl Sla2 {
     /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
     /// selects the others. A router may drop near blocks in favour of far ones, and then misses attention mass that a
     /// window would cover. The default is 0. The maximum is [`Sla2::blocks`]; with it, the router selects nothing. If
-    /// fewer than `count` blocks are before the diagonal, all of them are selected. [`Sla2::router_loss`] includes the
-    /// nearest blocks.
+    /// fewer than `count` blocks are before the diagonal, all of them are selected. The sums in [`Sla2::router_loss`]
+    /// include the nearest blocks.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -157,9 +157,9 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: the number of queries whose mean represents a block of queries in the router. The last of
-    /// these queries is the block's first query. The default is a quarter of the block. (Without a mask the mean of the
-    /// whole block is used.)
+    /// With a causal mask, the router represents a block of queries by the mean of the block's first query and the
+    /// `queries - 1` queries before it. The default of `queries` is a quarter of the block. (Without a mask, the router
+    /// uses the mean of the whole block.)
     #[must_use]
     pub fn pool(mut self, queries: usize) -> Self {
         self.pool = Some(queries);
@@ -237,8 +237,8 @@ impl Sla2 {
     }
 
     /// The router's selection for these queries and keys: for each block of queries the [nearest](Sla2::nearest)
-    /// candidates and the candidates with the largest scores, at most [`Sla2::blocks`] candidates in all. Ties go to
-    /// the first block. The selection has no gradient.
+    /// candidates and the candidates with the largest scores, at most [`Sla2::blocks`] candidates in all. Of
+    /// candidates with equal scores, the earlier are selected first. The selection has no gradient.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -331,7 +331,7 @@ impl Sla2 {
     /// probabilities of the keys of block `J` for the queries of block `I`, over all query heads that share a key head.
     /// The loss is a scalar in f32, differentiable only with respect to the router.
     ///
-    /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).
+    /// The SLA2 paper instead trains the router through a soft selection ([`Sla2::apply_soft`]).
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -379,8 +379,8 @@ impl Sla2 {
         router::entropy_sums(&scores, &mass, &blocks)
     }
 
-    /// The sum of dense attention's probabilities on the selected candidates, divided by the sum on all candidates: 0
-    /// to 1. Each sum is over all heads and blocks. On a GPU the call waits for the device.
+    /// The sum of dense attention's probabilities on the selected candidates (see [`Selection`]), divided by the sum on
+    /// all candidates: 0 to 1. Each sum is over all queries and heads. On a GPU the call waits for the device.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

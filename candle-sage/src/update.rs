@@ -61,8 +61,7 @@ pub(crate) struct Factors {
 }
 
 impl AdamW {
-    /// Settings of the first step, with learning rate `lr`, betas .9 and .95, epsilon 1e-8, no weight decay and no
-    /// clipping.
+    /// Settings with learning rate `lr`, betas .9 and .95, epsilon 1e-8, no weight decay and no clipping. `step` is 1.
     pub const fn new(lr: f64) -> Self {
         Self {
             lr,
@@ -92,7 +91,7 @@ impl AdamW {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
     /// The optimal polynomials for singular values that are .001 to 1 after division by the Frobenius norm. Such values
-    /// become .85 to 1.12 (Polar Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
+    /// become .85 to 1.12 (Polar Express, arXiv 2505.16932).
     #[default]
     PolarExpress,
     /// The same polynomial five times. Singular values that are .003 to 1 after division by the Frobenius norm become
@@ -112,8 +111,8 @@ impl Orthogonalization {
                     [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
                     [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
                 ];
-                // For rounding errors, each polynomial except the last divides its argument by 1.01. The first divides
-                // by 1.01 twice, because rounding may also make the Frobenius norm too small.
+                // To allow for rounding errors, each polynomial except the last divides its argument by 1.01. The first
+                // divides by 1.01 twice: its argument was divided by its Frobenius norm, which may be rounded down.
                 let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
                 std::array::from_fn(|n| {
                     let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);
@@ -169,8 +168,8 @@ pub struct Muon {
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
     /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of the orthogonalized matrix.
-    /// Each row is divided by the root of its mean square, so that all neurons move about equally far. The matrix is
-    /// then scaled back to its previous norm. `None` does not normalize rows.
+    /// Each row is divided by the root of its running mean square, so that all neurons move about equally far. Then the
+    /// matrix is scaled to the norm that it had before this division. `None` does not normalize rows.
     pub beta2: Option<f64>,
     /// See [`Orthogonalization`].
     pub orthogonalization: Orthogonalization,

@@ -71,7 +71,7 @@ pub(crate) fn load(
 const OTHER_SHAPE: (&str, ErrorKind, &str) =
     ("has the wrong shape", ErrorKind::Shape, "check that the configuration belongs to these weights");
 
-/// The error without candle's backtraces, which would be part of the text.
+/// The error without candle's backtraces.
 fn innermost(error: &Candle) -> &Candle {
     match error {
         Candle::WithBacktrace { inner, .. } => innermost(inner),

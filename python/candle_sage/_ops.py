@@ -9,9 +9,9 @@ from ._errors import _error
 from ._lengths import _as_tensor, _both, _most_tiles, _packing
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens_q` and `cu_seqlens_k` contain the
-# index of each packed document's first token, then the number of all tokens. They are tensors, not lists, so that a
-# traced call accepts any lengths. The results are the output, the log-sum-exps (empty if `with_lse` is false), and the
-# state that the forward stores for its backward, as bytes (empty if `keep` is false, and on a CPU).
+# index of each packed document's first token, then the number of all tokens. They are tensors, not Python lists, so
+# that a traced call accepts documents of any lengths. The results are the output, the log-sum-exps (empty if `with_lse`
+# is false), and the state that the forward stores for its backward, as bytes (empty if `keep` is false, and on a CPU).
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool with_lse, bool keep) -> (Tensor, Tensor, Tensor)"
@@ -35,7 +35,8 @@ _operators = getattr(torch.ops, _NAMESPACE)
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
     """The settings of a call as a string, an argument of the operators. `torch.compile` traces `encode`; `_settings`
     parses the string."""
-    # Converted to numbers, because `_encoded` caches by its arguments, and a tensor's value may change between calls.
+    # `scale` and `softcap` may be tensors. They are converted to numbers, because `_encoded` caches results by its
+    # arguments, and a tensor's value may change between calls.
     scale, softcap = None if scale is None else float(scale), float(softcap)
     plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
     words = [x for name in sorted(settings) for x in (name, plain(settings[name]))]
@@ -307,7 +308,7 @@ def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, 
 
 
 def _forward_of_operator(query, *inputs):
-    # `torch.compile` computes the state's size without the lengths of documents. The state must have this size.
+    # `state` must have the size that `torch.compile` computes before it knows the lengths of documents.
     more = {"state": _traced_state(query, *inputs)} if query.is_cuda else {}
     out, lse, state = (_forward_cuda if query.is_cuda else _forward_cpu)(query, *inputs, **more)
     return out, _no_floats(query) if lse is None else lse, state
@@ -353,7 +354,7 @@ def _gradients(ctx, grad, grad_lse, _):
     lengths = (cu_seqlens_q, cu_seqlens_k) if ctx.lengths is None else ctx.lengths
     grad = torch.zeros_like(tensors[3]) if grad is None else grad
     given = [x for x in (grad, grad_lse) if x is not None]
-    # With create_graph=True, calls the operator `attention_backward`, because its backward raises an error.
+    # With create_graph=True, calls the operator `attention_backward`, so that a second backward raises an error.
     if torch.is_grad_enabled() or _traced(*given, *tensors[:3]):
         backward, lengths = _operators.attention_backward, [_as_tensor(x) for x in lengths]
     else:

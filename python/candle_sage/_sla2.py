@@ -204,7 +204,7 @@ class SLA2(nn.Module):
             over = lambda x: (weights @ x.flatten(3)).unflatten(-1, x.shape[3:])
         elif self.causal:
             count = torch.arange(1, rows + 1, device=key.device)
-            # Block I + 1 of the queries reads the mean over key blocks 0 to I. No block reads the last mean.
+            # Query block I + 1 uses the mean of x over key blocks 0 to I. The mean over all key blocks is not used.
             means = lambda x: x.cumsum(2) / count.view(-1, *(1 for _ in x.shape[3:]))
             over = lambda x: functional.pad(means(x)[:, :, :-1], (0, 0) * (x.dim() - 3) + (1, 0))
         else:

@@ -83,7 +83,7 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
     try:
         seen = mask_function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     except (RuntimeError, IndexError):
-        # A mask function for documents or images reads the model's tensors, and may fail at these positions.
+        # A mask function for documents or images reads the model's tensors, and may fail at the tested positions.
         return False
     causal = key <= query
     window = torch.ones_like(causal)

@@ -64,7 +64,7 @@ unsafe fn selection(shape: &AttentionShape, address: u64, width: usize) -> Resul
     // SAFETY: the caller vouches for the memory.
     let numbers = unsafe { std::slice::from_raw_parts(address as *const u32, len) };
     let mut lists = numbers.chunks_exact(1 + width);
-    // `from_lists` calls the closure in the order of the array's rows.
+    // `from_lists` calls the closure once per row of `numbers`, in the order of the rows.
     Selection::from_lists(shape, BLOCK, &Device::Cpu, |at| {
         let list = lists.next().map_or(&[][..], |list| &list[1..=list[0] as usize]);
         list.iter().map(|&block| block as usize).filter(|&block| block < at.candidates).collect()

@@ -101,8 +101,8 @@ impl Call {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let results = Results { out: results.0, lse: results.1 };
         let stream = self.stream(stream)?;
-        // SAFETY: `_ops.py` passes memory that PyTorch has allocated, with the sizes of this call. PyTorch reuses this
-        // memory in stream order.
+        // SAFETY: `_ops.py` passes the addresses of PyTorch tensors, each at least as large as this call needs. PyTorch
+        // reuses their memory in stream order.
         py.detach(|| unsafe { self.of.forward(&stream, inputs, results, lent(state), lent(scratch)) })
             .map_err(error)
     }

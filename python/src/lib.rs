@@ -17,8 +17,9 @@ use pyo3::prelude::*;
 /// A tensor (batch, sequence, heads, head_dim): address, dimensions, strides in elements.
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
-/// The addresses of optional inputs, 0 if absent: sinks and ALiBi slopes, (query heads) in f32; and a selection's lists
-/// of blocks, (key heads, blocks of queries, 1 + width) in u32. The `usize` is `width`, the most blocks in a list.
+/// The addresses of sinks, ALiBi slopes and a selection's lists of key blocks, 0 if absent. The `usize` is `width`,
+/// the most blocks in a list. Sinks and slopes are f32 of shape (query heads). Lists are u32 of shape (key heads,
+/// blocks of queries, 1 + `width`): a row has a list's length, then the list.
 type Others = (u64, u64, (u64, usize));
 
 /// The number of tokens in a selection's block of queries, and in its block of keys.

@@ -127,8 +127,9 @@ def test_operators_pass_pytorchs_checks(with_lse, lengths, device, dtypes):
         torch.ops.candle_sage.attention.default, (*x, None, None, None, text, lengths, lengths, with_lse, keep), test_utils=tests
     )
     check(("test_schema", "test_autograd_registration", "test_faketensor"), True, q, k, v)
-    # The check compares a compiled call with an eager call. `keep` is false, so that the results do not include the
-    # state for the backward, whose padding is undefined. `test_compiled_without_graph_breaks` compares the gradients.
+    # `test_aot_dispatch_static` compares a compiled call with an eager call. `keep` is false, so that the results do
+    # not include the state for the backward, whose padding is undefined. `test_compiled_without_graph_breaks` compares
+    # the gradients.
     if not with_lse:
         check("test_aot_dispatch_static", False, q.detach(), k.detach(), v.detach())
 

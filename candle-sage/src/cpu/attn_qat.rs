@@ -21,8 +21,8 @@ pub(super) struct Kept {
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
     /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` over the keys and the sink, where
-    /// `reference` is `PReference::of(largest logit)`. With `PReference::Literal`: the quotient of this sum and the sum
-    /// over the keys only.
+    /// `reference` is `PReference::of(largest logit)`. With `PReference::Literal`: this sum, divided by the sum
+    /// without the sink's term.
     sum: Vec<f32>,
     /// O', the output with unquantized P, (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -163,8 +163,8 @@ impl ForwardNumerics for Forward<'_> {
         let mut finished = rows.finish(sink, sees);
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
-            // The denominator of the backward's P includes the sink, so `sum` does too. Because `with_sink` is
-            // clamped, P in FP4 loses bits if the probabilities of the keys sum to less than 2^-64.
+            // The backward quantizes `P * sum`. P's denominator includes the sink, so `sum` includes it too. If the
+            // keys' probabilities sum to less than 2^-64, the clamp makes `P * sum` small, which loses bits in FP4.
             let with_sink = sink.map_or(1.0, |_| {
                 let keys = references[r] + sum.log2();
                 (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()
@@ -283,9 +283,9 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Updates each row's reference, the value that is subtracted from the row's logits. Replaces the tile's logits by
-/// `2^(logit - reference)`. Rescales the sums and accumulators in `softmax` to the new references, then adds the tile's
-/// values to the sums.
+/// Updates each row's reference, the value that is subtracted from the row's logits. Replaces the tile's logits by the
+/// powers `2^(logit - reference)`. Rescales the sums and accumulators in `softmax` to the new references, then adds the
+/// powers to the sums.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -308,7 +308,8 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     }
 }
 
-/// Fake-quantizes a row of probabilities `p` in groups of 16 keys: quantizes `p * sum`, then divides by `sum`.
+/// Fake-quantizes a row of `p * sum` in groups of 16 keys, then divides it by `sum`. In the forward `sum` is 1, in the
+/// backward it is from [`Kept::sum`].
 #[multiversion(targets = "simd")]
 fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
     // If the query sees no key, `sum` is 0.
@@ -327,8 +328,8 @@ mod tests {
     use super::*;
 
     /// A row's reference is the value that is subtracted from its logits. The backward uses the final reference, the
-    /// forward may use an earlier one. If both references are whole numbers and no scale is subnormal, forward and
-    /// backward compute the same FP4 values.
+    /// forward may use an earlier one. If both references are whole numbers and no E4M3 scale of P is subnormal,
+    /// forward and backward compute the same FP4 values.
     #[test]
     fn the_backward_uses_the_forwards_fp4_values() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();

@@ -24,8 +24,8 @@ struct Part {
     dq: Vec<Vec<f32>>,
 }
 
-/// If all segments together have fewer key heads than this, the keys of each head are split, so that more threads have
-/// work. Each split needs another buffer for dQ.
+/// If the number of segments times the number of key heads is less than this, the keys of each head are split, so that
+/// more threads have work. Each split needs another buffer for dQ.
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 
@@ -98,7 +98,7 @@ fn sink_gradients<N: BackwardNumerics>(
     all.into_iter().flatten().collect()
 }
 
-/// Delta of each query of a head: see [`BackwardNumerics::delta`].
+/// [`BackwardNumerics::delta`], minus the gradients of the log-sum-exps, if any.
 fn deltas<N: BackwardNumerics>(
     numerics: &N,
     problem: &Problem<'_>,
@@ -109,8 +109,8 @@ fn deltas<N: BackwardNumerics>(
     let mut delta = numerics.delta(at, dout);
     let rows = problem.lse_start(at)..problem.lse_start(at) + delta.len();
     if let Some(dlse) = output.dlse.get(rows.clone()) {
-        // The derivative of the log-sum-exp with respect to a logit is P. A query that sees no key has a log-sum-exp of
-        // minus infinity, whose gradient may be NaN.
+        // The derivative of the log-sum-exp with respect to a logit is P. If a query sees no key, its log-sum-exp is
+        // minus infinity, and its `dlse` may be NaN.
         let seen = delta.iter_mut().zip(dlse).zip(&numerics.lse2()[rows]);
         let seen = seen.filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
         seen.for_each(|((delta, dlse), _)| *delta -= dlse);
@@ -183,7 +183,7 @@ fn run_item<N: BackwardNumerics>(
     part
 }
 
-/// The dot products of the rows of two matrices: `delta = rowsum(dO o O)`.
+/// The dot product of each row of `out` with the same row of `dout`: delta.
 #[multiversion(targets = "simd")]
 pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     let mut delta = vec![0.0; out.len() / d];

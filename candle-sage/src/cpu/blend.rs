@@ -1,4 +1,4 @@
-//! Mixes attention over selected keys with the linear tail, on the CPU.
+//! SLA2 on the CPU: the weighted sum of sparse attention's output and the tail's output.
 
 use super::lanes;
 use crate::shape::AttentionShape;
@@ -13,8 +13,8 @@ fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     1.0 / (1.0 + (-(theta + log_odds)).exp())
 }
 
-/// Calls `f(row, head, a)` for each query head of each token. `row` is the index in (batch, token, query heads), and
-/// `a` is the result of [`share`]. `token_counts` contains `(exact, left)` for each (key head, batch, token).
+/// Calls `f(row, head, a)` for each (batch, token, query head). `row` is its index in row-major order, and `a` is the
+/// result of [`share`]. `token_counts` contains `(exact, left)` for each (key head, batch, token).
 fn each_row(
     shape: &AttentionShape,
     token_counts: &[(u32, u32)],

@@ -10,8 +10,8 @@ use super::tile::{Tile, mask};
 /// Number of queries in a parallel task. The queries of a task share one copy of the keys.
 const QUERIES_PER_ITEM: usize = 512;
 
-/// The [`Finished`] of all queries: outputs are (batch, query, query heads, head_dim), states are (batch, query heads,
-/// query).
+/// The forward of all queries. [`Finished::outputs`] are (batch, query, query heads, head_dim), [`Finished::states`]
+/// are (batch, query heads, query).
 pub(super) fn run<N: ForwardNumerics>(numerics: &N, problem: &Problem<'_>) -> Finished {
     let (shape, d) = (problem.shape, problem.head_dim());
     let step = QUERIES_PER_ITEM.next_multiple_of(numerics.tile().0);

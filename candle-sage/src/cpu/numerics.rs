@@ -1,4 +1,4 @@
-//! The interface between the mainloops and a scheme: operands and matmuls, one tile at a time.
+//! The traits that a scheme implements on the CPU: operands and matmuls of one tile.
 //!
 //! Tiles are processed in the order of FlashAttention-2: the forward keeps a tile of queries and iterates over the
 //! keys, the backward keeps a tile of keys and iterates over the queries.
@@ -23,7 +23,7 @@ pub(crate) struct Problem<'a> {
     pub(super) score_mod: ScoreMod,
     /// The sinks as base-2 logits, one for each query head. Empty without sinks.
     sinks: Vec<f32>,
-    /// The lists of the selection. `None`: queries attend to all keys that the mask allows.
+    /// The selected blocks. `None`: queries attend to all keys that the mask allows.
     pub(super) lists: Option<&'a Lists>,
     q: View<'a>,
     k: View<'a>,
@@ -175,9 +175,9 @@ fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
 /// The forward's final results for the queries of one tile or of a whole call.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// Each output has head_dim values per query. The first output is the attention's.
+    /// Each output has head_dim values per query. The first output is O.
     pub(crate) outputs: Vec<Vec<f32>>,
-    /// Each state has one value per query. The first state is the base-2 log-sum-exp.
+    /// Each vector has one value per query. The first vector has the base-2 log-sum-exps.
     pub(crate) states: Vec<Vec<f32>>,
 }
 
@@ -192,7 +192,7 @@ impl Finished {
         rows.for_each(|(_, row)| row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean));
     }
 
-    /// The first output and the first state; drops the others.
+    /// O and the base-2 log-sum-exps.
     pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
         (self.outputs.swap_remove(0), self.states.swap_remove(0))
     }
@@ -221,10 +221,10 @@ pub(crate) trait ForwardNumerics: Operands {
     type RowState;
     /// Number of results with the query's shape: see [`Finished::outputs`].
     const OUTPUTS: usize;
-    /// Number of results with one value per query: see [`Finished::states`].
+    /// Number of [`Finished::states`].
     const STATES: usize;
 
-    /// The state before the first key.
+    /// The state of a tile of `count` queries before the first key.
     fn rows(&self, count: usize) -> Self::RowState;
 
     /// One step of the online softmax: adds a tile of logits, masked with minus infinity, to `rows`.

@@ -1,5 +1,5 @@
-//! Linear attention over blocks of keys. The results equal those of attention with weights `phi(q) . phi(k)`, but the
-//! time is linear in the sequence length.
+//! Linear attention over blocks of keys. The results equal those of attention with weights `phi(q) . phi(k)`, where
+//! `phi` is the softmax over the channels, but the time is linear in the sequence length.
 
 use rayon::prelude::*;
 
@@ -66,7 +66,7 @@ fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
 struct Run<'a> {
     problem: &'a Problem<'a>,
     blocks: &'a Blocks,
-    /// The sums in `states` exclude the blocks of this selection. `None`: they exclude no block.
+    /// For each block of queries, the key blocks that its state excludes. `None`: no state excludes a block.
     except: Option<&'a Lists>,
     at: Head,
     d: usize,
@@ -103,7 +103,8 @@ impl<'a> Run<'a> {
                 run.sources(block).for_each(|key_block| state.add(&of_blocks[key_block]));
                 state
             } else {
-                // A block of queries has at least as many candidates as the block before, so terms are only added.
+                // `past` contains the states of the previous block's candidates (see `Blocks::candidates`). They are
+                // also candidates of this block.
                 let candidates = blocks.candidates(at.segment, block);
                 of_blocks[next..candidates].iter().for_each(|state| past.add(state));
                 next = candidates;
@@ -131,8 +132,8 @@ impl<'a> Run<'a> {
         Head { segment: self.at.segment, head: self.at.head * self.problem.shape.group() + member }
     }
 
-    /// For the queries of a block: features, outputs, and reciprocals of the normalizers `phi(q) . z`. `None` if
-    /// [`Self::sources`] is empty.
+    /// For the queries of a block: features, outputs, and reciprocals of the normalizers `phi(q) . z`. `None` if the
+    /// block sums over no keys.
     fn block(&self, at: Head, block: usize) -> Option<(Vec<f32>, Vec<f32>, Vec<f32>)> {
         self.sources(block).next()?;
         let State { h, z } = &self.states[block];
@@ -149,7 +150,7 @@ impl<'a> Run<'a> {
         Some((phi, out, inverses))
     }
 
-    /// The rows of the output for each query head of the group.
+    /// The output of each query head of the group.
     fn forward(&self) -> Vec<Vec<f32>> {
         let count = self.problem.segments[self.at.segment].query.len();
         (0..self.problem.shape.group())
@@ -236,7 +237,7 @@ fn centre(rows: &mut [f32], d: usize) {
     }
 }
 
-/// Calls `f` in parallel with the [`Run`] of each key head of each segment.
+/// Calls `f` on the [`Run`] of each key head of each segment. The calls run in parallel.
 fn runs<T: Send>(
     problem: &Problem<'_>,
     blocks: &Blocks,
@@ -253,7 +254,8 @@ fn runs<T: Send>(
         .collect()
 }
 
-/// Copies the rows of one head of a segment into a (batch, token, heads, head_dim) tensor.
+/// Copies `rows` to one head of a (batch, token, heads, head_dim) tensor, starting at token `first`, counted over the
+/// whole batch.
 fn put(into: &mut [f32], rows: &[f32], first: usize, heads: usize, head: usize, d: usize) {
     for (r, row) in rows.chunks_exact(d).enumerate() {
         into[((first + r) * heads + head) * d..][..d].copy_from_slice(row);

@@ -1,4 +1,4 @@
-//! Matmuls of small row-major matrices with the `gemm` crate. This module checks sizes.
+//! Matmuls of small row-major matrices with the `gemm` crate.
 
 use gemm::Parallelism;
 

@@ -1,5 +1,4 @@
-//! The router's computations on the CPU: means of blocks, the largest scores, and the attention mass of
-//! blocks.
+//! The computations of SLA2's router on the CPU.
 
 use rayon::prelude::*;
 
@@ -10,8 +9,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The mean row of each block and group of heads: over the block's tokens and the group's `heads` heads. Dimensions of
-/// the result: (key heads, blocks of all segments, head_dim).
+/// For each key head and each block, the mean row over the block's tokens and over the `heads` heads of `view` that
+/// share the key head. Dimensions of the result: (key heads, blocks of all segments, head_dim).
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,
@@ -51,9 +50,9 @@ pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     order
 }
 
-/// The attention mass of each candidate block of keys: the probabilities of its keys, summed over the queries of a
-/// block and the query heads of a group. The result is (key heads, blocks of queries, columns). Columns are the blocks
-/// of keys of the queries' batch entry or, if documents are packed, of all documents.
+/// The attention mass that each block of queries gives to each block of keys that it may select: probabilities, summed
+/// over queries, keys, and the query heads that share a key head. The result is (key heads, blocks of queries,
+/// columns). A column is a block of keys: of the queries' sequence, or of any document if documents are packed.
 pub(crate) fn block_mass(
     shape: &AttentionShape,
     problem: &Problem<'_>,

@@ -1,4 +1,4 @@
-//! SageBwd on the CPU. INT8 values are stored as f32. In each matmul, the sums of their products are exact.
+//! SageBwd on the CPU. INT8 values are stored as f32. The f32 sums of INT8 matmuls are exact.
 
 mod backward;
 mod forward;
@@ -98,8 +98,8 @@ impl Codes {
 /// The matmuls of [`crate::scheme::SageBwd`], for the forward or for the backward.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// In the backward: the matmuls that run in INT8. In the forward all fields are true, and `o` is not read: O runs
-    /// in INT8 if `values` is [`ForwardValues::Codes`].
+    /// The backward's matmuls that run in INT8. For the forward it is always [`Int8Products::PAPER`]: S runs in INT8, and
+    /// the type of `values` decides whether O does.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -159,7 +159,7 @@ pub(super) struct Queries {
     index: usize,
     /// INT8 values of Q.
     q: Vec<f32>,
-    /// Unquantized Q for matmuls that do not run in INT8; otherwise empty.
+    /// Unquantized Q. Empty if all matmuls with Q run in INT8.
     q_rows: Vec<f32>,
 }
 

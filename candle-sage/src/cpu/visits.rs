@@ -1,4 +1,5 @@
-//! The tiles that the mainloops visit: all tiles that the mask allows, or the tiles of a selection's blocks.
+//! The tiles that forward and backward visit: all tiles that the mask allows or, with a selection, those of the
+//! selected blocks.
 
 use std::ops::Range;
 

@@ -24,7 +24,7 @@ impl Architecture {
             Some(code) => Ok(Self { code, device }),
             None => Err(Error::unsupported("the GPU is too old, or this build has no kernels for it")
                 .got(format!("compute capability {major}.{minor}"))
-                .allowed(format!("machine code for {ARCHITECTURES:?} (80 is 8.0), PTX for {PTX} and later"))
+                .allowed(format!("GPUs with machine code, {ARCHITECTURES:?} (80 is 8.0), or with PTX, {PTX} and later"))
                 .hint(
                     "the oldest supported GPU is Ampere (8.0); unset CANDLE_SAGE_CUDA_ARCHS to build for all architectures",
                 )),
@@ -32,8 +32,8 @@ impl Architecture {
     }
 
     /// Whether the device has FP4 matmuls and this build has kernels for them. Family 10 (data-center Blackwell) and
-    /// family 12 (consumer Blackwell) have FP4 matmuls. A compiler without family targets compiles only for the first
-    /// member of each family.
+    /// family 12 (consumer Blackwell) have FP4 matmuls. If nvcc has no family targets, the build has FP4 kernels only
+    /// for devices 10.0 and 12.0.
     pub(super) fn has_nvfp4(self) -> bool {
         match self.code {
             100 => self.device == 100 || NVFP4_FAMILIES && self.device == 103,

@@ -59,8 +59,9 @@ pub(super) enum Rounded {
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
-    /// For each query the sum of `2^logit` over keys and sink, divided by the query's [`PReference`] in the backward.
-    /// With `PReference::Literal`, the divisor is the sum over the keys only. `None` without a backward.
+    /// For each query: the sum of `2^logit` over keys and sink, divided by the reference that the backward uses (see
+    /// [`PReference`]). With `PReference::Literal`, this reference is the sum over the keys only. `None` without a
+    /// backward.
     row_sums: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }

@@ -65,7 +65,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.upload(&table)).transpose()?;
-        // A limit of at least the longest segment's length hides no key.
+        // An `after` of at least the longest segment's length hides no key.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
@@ -138,7 +138,7 @@ impl<'a> Call<'a> {
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
                 .allowed("8 to 128; up to 256 for unquantized attention on compute capability 8.0, 9.0 and 10.x, and for SageBwd's products `scores` on 9.0")
-                .hint("use Scheme::Unquantized, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
+                .hint("on these GPUs use Scheme::Unquantized, or on 9.0 SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
                 .into(),
         })
     }
@@ -297,7 +297,7 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
                 longest.1,
                 shape.query_heads()
             ))
-            .allowed("below 2^29: the tokens, and documents (or batch entries) x heads x longest length / 64")
+            .allowed("each below 2^29: queries; keys; documents (batch entries) x heads x longest length/64")
             .hint("split the batch")
             .into());
     }

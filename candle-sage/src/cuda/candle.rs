@@ -28,7 +28,7 @@ impl Gpu {
     }
 
     pub(super) fn device(&self) -> &CudaDevice {
-        self.device.as_ref().expect("candle's operators have candle's device")
+        self.device.as_ref().expect("operators of candle set the device")
     }
 }
 

@@ -69,8 +69,8 @@ pub(super) struct Packs {
 }
 
 impl Packs {
-    /// The packs for the rows of tensors. `starts` are the tensors' addresses. `strides` are the strides between rows,
-    /// and the rows' lengths, in elements.
+    /// Packs of 16 bytes if all `starts` and `strides` are multiples of 16 bytes, otherwise single elements. `starts`:
+    /// the tensors' addresses. `strides`: the distances between rows and the lengths of rows, in elements.
     pub(super) fn of(float: Float, starts: &[Address<'_>], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
@@ -100,8 +100,9 @@ pub(super) struct RowThreads {
 }
 
 impl RowThreads {
-    /// The threads for rows of `packs` packs. A row of up to 32 packs has at least one lane per pack. A longer row has
-    /// at least 32 lanes, and at least one lane per `each` packs. `most` is the upper limit of the number of lanes.
+    /// The threads for rows of `packs` packs. A row of up to 32 packs has one lane per pack. A longer row has one lane
+    /// per `each` packs, but at least 32 lanes. The number of lanes is rounded up to a power of two, and then limited
+    /// to `most`.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
         let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
         let lanes = lanes.next_power_of_two().min(most);

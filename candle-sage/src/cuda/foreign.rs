@@ -67,7 +67,7 @@ impl ForeignLayout {
     }
 
     fn at(&self, address: u64) -> Result<Strided<'static>> {
-        // SAFETY: the caller of `forward` or `backward` vouches for the address. Calls that return sizes do not use it.
+        // SAFETY: the caller of `forward` or `backward` vouches for the address. Other functions do not use it.
         let data = unsafe { Address::lent(address) };
         Ok(Strided::new(data, Element::of(self.dtype)?, self.dims, self.strides))
     }
@@ -169,7 +169,7 @@ pub struct ForeignAttention {
     alibi: bool,
     /// Whether the log-sum-exps are a result.
     lse: bool,
-    /// The blocks of a selection, and the width of its lists.
+    /// The blocks and the `width` of [`ForeignAttention::with_selection`].
     selection: Option<(Blocks, usize)>,
 }
 
@@ -185,10 +185,12 @@ impl ForeignAttention {
         attention.checked_softcap()?;
         Element::of(inputs[0].dtype)?;
         if attention.has_tensors() {
-            return Err(Error::unsupported("`ForeignAttention` does not support candle tensors")
-                .got("sinks, ALiBi slopes or a selection in `attention`")
+            return Err(Error::unsupported("`attention` has sinks, ALiBi slopes or a selection")
+                .got("candle tensors, which `ForeignAttention` does not read")
                 .allowed("`attention` without sinks, slopes and selection")
-                .hint("use `with_sinks`, `with_alibi` and `with_selection`, and pass addresses")
+                .hint(
+                    "pass addresses to `with_sinks`, `with_alibi` and `with_selection` of `ForeignAttention`",
+                )
                 .into());
         }
         if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::Unquantized {
@@ -253,10 +255,10 @@ impl ForeignAttention {
             .into())
     }
 
-    /// Adds a [`Selection`](crate::Selection). `block`: the numbers of queries and of keys in a block. The lists have
-    /// shape (key heads, query blocks of all segments, 1 + `width`). A list contains the number of key blocks that a
-    /// query block sees, then the indices of these key blocks in ascending order. The remaining entries are ignored.
-    /// With a causal mask each list ends with the blocks on the diagonal.
+    /// Adds a [`Selection`](crate::Selection). `block`: the numbers of queries and of keys in a block. The lists
+    /// ([`Inputs::lists`]) have shape (key heads, query blocks of all segments, 1 + `width`). A list contains the
+    /// number of key blocks that a query block sees, then the indices of these key blocks in ascending order. The
+    /// remaining entries are ignored. With a causal mask each list ends with the blocks on the diagonal.
     ///
     /// # Errors
     /// When GPUs or the scheme do not support blocks of this size, and as
@@ -332,7 +334,7 @@ impl ForeignAttention {
     ///
     /// # Safety
     /// All addresses point to memory of the stream's device. The memory stays alive until the kernels have run. Inputs
-    /// and results have their documented layouts; `state` and `scratch` have [`Lent::bytes`] bytes.
+    /// and results have their documented layouts; the memory at each [`Lent::address`] has [`Lent::bytes`] bytes.
     pub unsafe fn forward(
         &self,
         stream: &Stream,

@@ -174,7 +174,8 @@ impl Described {
     }
 }
 
-/// `out = a b^T + beta out`: `a` is (m, k) and `b` is (n, k), both with contiguous rows; `out` is (m, n), contiguous.
+/// `out = of_a of_b a b^T + beta out`, where `of_a` is the scale of `a`, and `of_b` the scale of `b`. `a` is (m, k) and
+/// `b` is (n, k), both with contiguous rows; `out` is (m, n), contiguous.
 pub(super) fn product(
     gpu: &Gpu,
     op: &Fp8Product,
@@ -224,8 +225,8 @@ pub(super) fn product(
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
-    // SAFETY: all addresses are inside allocations that are borrowed, and large enough: `a` and `b` by their layouts,
-    // `out` by its checked shape, the workspace by its allocation. Work on one stream is in order.
+    // SAFETY: the memory at `a`, `b` and `out` is borrowed, and large enough: `a` and `b` by their layouts, `out` by
+    // its checked shape. Memory is freed in the stream's order, so after the matmul.
     let done = unsafe {
         result::matmul(
             products.handle,

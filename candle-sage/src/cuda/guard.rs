@@ -23,8 +23,8 @@ thread_local! {
     static CANARIES: RefCell<Vec<Canary>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Registers the canary after an allocation of `bytes`. Fills the allocation and the canary with 0xff, unless the
-/// caller filled them with zeros. Does nothing in a call that only counts memory.
+/// Registers the canary that starts at `at + bytes`, right behind the buffer. Fills the buffer and the canary with
+/// 0xff, unless the caller filled them with zeros. Does nothing in a call that only counts memory.
 pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()> {
     if gpu.dry {
         return Ok(());

@@ -24,7 +24,7 @@ pub(crate) struct Gpu {
     pub(super) device: Option<candle_core::CudaDevice>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) memory: Memory,
-    /// If true, calls launch and write nothing, and only count the memory that they need.
+    /// If true, nothing is launched or written: only the memory that an operation needs is counted.
     pub(super) dry: bool,
     known: Arc<DeviceProperties>,
 }
@@ -198,10 +198,10 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values, up to 140 bytes per
-    /// thread, depending on the version of ptxas and the architecture. Spilled values stay in the L1 cache. Spilling an
-    /// accumulator (512 bytes) would be too slow. Kernels other than attention have no reason to spill. SageBwd's
-    /// backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
+    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values, depending on the
+    /// version of ptxas and the architecture. Spilled values stay in the L1 cache. Spilling an accumulator (512 bytes)
+    /// would be too slow. Kernels other than attention have no reason to spill. SageBwd's backward for
+    /// head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;

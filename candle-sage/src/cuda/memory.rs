@@ -70,9 +70,9 @@ impl Arena {
         let at = self.used.get();
         let end = at + bytes.next_multiple_of(ALIGNMENT);
         if end > self.bytes {
-            return Err(Error::new("the memory provided for an attention call is too small")
+            return Err(Error::new("the state or scratch memory of an attention call is too small")
                 .got(format!("{} bytes", self.bytes))
-                .allowed(format!("{end} bytes or more"))
+                .allowed(format!("{end} bytes so far; the rest of the call may need more"))
                 .hint("`forward_sizes` and `backward_scratch` of `ForeignAttention` return the sizes")
                 .into());
         }
@@ -82,7 +82,7 @@ impl Arena {
 }
 
 impl Arenas {
-    /// `outputs`: the addresses of the results, in the order in which the call allocates them.
+    /// `outputs`: the addresses of the results, in the order in which the attention call allocates them.
     pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
         outputs.reverse();
         Self { outputs: Some(RefCell::new(outputs)), kept, scratch }

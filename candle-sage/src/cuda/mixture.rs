@@ -14,7 +14,7 @@ use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
 use crate::ops::mixture::Mixture;
 
-/// The mixture's output, from query, key, value, exact attention's output, and `theta`, which determines the weights.
+/// The mixture's output, from query, key, value, exact attention's output, and `theta`.
 impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, sparse, theta]: [Operand<'_>; 5]) -> Result<CudaStorage> {
         let call = past_linear::Call::new(&self.tail, [q, k, v])?;
@@ -24,7 +24,8 @@ impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     }
 }
 
-/// The gradient of exact attention's output, and a partial sum of `theta`'s gradient for each block of queries.
+/// Returns the gradient of `sparse` (exact attention's output), and for each block of queries a partial sum of
+/// `theta`'s gradient.
 impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
     fn launch(&self, [sparse, theta, dout]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
         let blend = &self.blend;

@@ -10,7 +10,7 @@ use cudarc::driver::DeviceRepr;
 use super::address::Address;
 use super::kernels::{Gpu, Grid};
 
-/// The argument of the kernels of one family. Its addresses borrow the memory that the kernels read and write.
+/// The argument of the kernels of one family.
 pub(super) trait Params: DeviceRepr {
     /// The `.cu` file of the kernels that take this argument.
     const FAMILY: &'static str;

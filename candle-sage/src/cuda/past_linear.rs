@@ -63,7 +63,7 @@ impl<'a> Call<'a> {
         let (longest, _) = geometry.blocks();
         let plan = Plan::of("linear_scan_blocks", (d, d), gpu.architecture, Visits::Listed)?;
         let split = 2 * d / plan.row_bytes;
-        // The number of sequences, if all blocks were in sequences of the longest length.
+        // The number of sequences if each had `longest` blocks.
         let sequences = blocks.rows().div_ceil(longest.max(1));
         let chunks = chunks(longest, shape.key_heads() * sequences * split, gpu.multiprocessors);
         let chunk_blocks = longest.div_ceil(chunks);
@@ -111,8 +111,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Launches a kernel of the table of plans, with a grid of `blocks` x segments (batch entries or documents) x
-    /// `heads`.
+    /// Launches a kernel with a grid of `blocks` x segments (batch entries or documents) x `heads`.
     fn launch(&self, kernel: &str, blocks: usize, heads: usize, params: &Linear<'_>) -> Result<()> {
         let plan = Plan::of(kernel, (self.d, self.d), self.gpu.architecture, Visits::Listed)?;
         let grid = Grid {
@@ -160,8 +159,8 @@ impl<'a> Call<'a> {
         Ok(out.storage(&self.gpu))
     }
 
-    /// Writes the gradients, or adds them with `params.add`. The states are recomputed, not kept, since they can be as
-    /// large as K.
+    /// Writes the gradients to `dq`, `dk` and `dv`, or adds them if `params.add` is 1. The forward's states are
+    /// recomputed (`make_states`), not kept, since they can be as large as K.
     pub(super) fn backward(
         &self,
         params: Linear<'_>,

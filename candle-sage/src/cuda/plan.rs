@@ -1,5 +1,4 @@
-//! How kernels run: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which the kernels also
-//! include.
+//! How kernels run: the rows of the table of plans in `kernels/include/sage/params/plans.def`.
 
 use super::arch::Architecture;
 use crate::scheme::Scheme;
@@ -58,7 +57,7 @@ pub(super) enum Visits {
     Window,
     /// The tiles of a selection's blocks.
     Listed,
-    /// The tiles of a window (or all tiles that the mask allows), in attention with a soft cap or `ALiBi`.
+    /// In attention with a soft cap or `ALiBi`: the window's tiles. Without a window: all tiles that the mask allows.
     ScoreMod,
 }
 
@@ -111,7 +110,7 @@ pub(super) struct Plan {
     pub(super) kernel: &'static str,
     /// head_dim as padded inside the kernel.
     head_dim: usize,
-    /// The width of values as padded inside the kernel.
+    /// Number of channels of V as padded inside the kernel.
     value_dim: usize,
     targets: &'static [Target],
     visits: &'static [Visits],
@@ -119,18 +118,18 @@ pub(super) struct Plan {
     /// Rows of a thread block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: usize,
-    /// Bytes of a row of V (forward) or of K (backward) in shared memory, for `head_dim` channels.
+    /// Bytes that `head_dim` channels of V (forward) or of K (backward) have in shared memory.
     pub(super) row_bytes: usize,
-    /// Stages of the pipeline. Only kernels and tests use this number.
+    /// Stages of the pipeline. In Rust, only tests read this number.
     stages: usize,
     pub(super) shared_bytes: usize,
 }
 
 impl Plan {
-    /// The plan of a kernel for heads that are padded to `head_dim` channels, with the smallest width of values that is
-    /// at least `value_dim`. Up to a `head_dim` of 128, the kernels of every scheme have plans for every architecture.
-    /// Above 128, plans exist for unquantized attention (if thread blocks have enough shared memory) and, on Hopper,
-    /// for SageBwd with only S in INT8.
+    /// The plan of a kernel for queries and keys that are padded to `head_dim` channels. Of the plans with at least
+    /// `value_dim` channels of V, it is the one with the fewest. Up to a `head_dim` of 128, the kernels of every
+    /// scheme have plans for every architecture. Above 128, plans exist for unquantized attention (if thread blocks have
+    /// enough shared memory) and, on Hopper, for SageBwd with only S in INT8.
     ///
     /// # Errors
     /// If the kernel has no such plan.
@@ -175,7 +174,7 @@ impl Plan {
         tiles && (properties.documents || !packed)
     }
 
-    /// Number of parts into which the layout of the sums of dQ divides a tile's channels.
+    /// Number of parts into which the channels of a tile of `dq_accum` are divided (`attention/dq_layout.cuh`).
     pub(super) fn dq_parts(&self) -> usize {
         self.mainloop.properties().dq_parts
     }
@@ -191,10 +190,10 @@ impl Plan {
     }
 }
 
-/// The number of heads in a group whose thread blocks run concurrently. The thread blocks of a head share `bytes`, and
-/// the L2 cache has `cache_bytes`. The largest allowed number of heads fits in half of the cache; the smallest is half
-/// of the largest. The longest thread blocks of a group start first, so multiprocessors finish evenly if the last group
-/// is full. The result is the allowed number with the fewest heads missing in the last group.
+/// The number of heads in a group whose thread blocks run concurrently. The thread blocks of a head share `bytes` of
+/// data, and the L2 cache has `cache_bytes`. Let m be the largest number of heads whose data fits in half of the cache.
+/// The result is the number from m / 2 to m with the fewest heads missing in the last group. The longest thread blocks
+/// of a group start first, so multiprocessors finish evenly if the last group is full.
 pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
     let heads = heads.max(1);
     let most = (cache_bytes / 2 / bytes.max(1)).clamp(1, heads);
@@ -292,12 +291,12 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // Kernels without a mainloop have plans only for `Listed`, but their names have no suffix.
+                    // The plans of kernels without a mainloop are `Listed`, but these kernels' names lack `_sparse`.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
-                        // `finish_dq` of the plan's head_dim converts the f32 sums of dQ after the backward.
+                        // After the backward's kernel, `finish_dq` converts the f32 sums of dQ to 16 bit.
                         let finish = format!("'finish_dq_{element}_{}' for 'sm_{number}", plan.head_dim);
                         assert!(plan.family != "attn_bwd" || RESOURCES.contains(&finish), "{finish}");
                     }
@@ -394,9 +393,9 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
         // Half of the cache has room for 25 heads, so 13 to 25 heads are allowed. Of these numbers, only 16 divides 64.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
-        // Half of the cache has room for 3 heads. At least half of 3 is allowed: 2 or 3. Only 2 divides 16.
+        // Half of the cache has room for 3 heads, so 2 or 3 heads are allowed. Of these numbers, only 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
-        // In groups of 2 or 3 of 17 heads, the last group lacks one head. The larger group size is chosen.
+        // With 17 heads, groups of 2 and groups of 3 both leave the last group one head short. The larger groups win.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);
     }
 }

@@ -45,8 +45,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     }
 }
 
-/// The lists of the selected blocks of keys, (key heads, blocks of queries, 1 + width). The first entry of a row is the
-/// length of the list behind it.
+/// The lists of the selected blocks of keys, (key heads, blocks of queries, 1 + width). A row contains a list's
+/// length, then the list.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     fn launch(&self, [(storage, layout)]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, most, nearest, width } = *self;
@@ -73,8 +73,9 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     }
 }
 
-/// The attention mass of each candidate block of keys, (key heads, query blocks, `blocks.columns()`): the sum of dense
-/// attention's probabilities over the queries of a block and the query heads that share the key head.
+/// The attention mass of each block of queries on each block of keys that it may select: dense attention's
+/// probabilities, summed over the queries and keys of the two blocks and over the query heads that share a key head.
+/// Returns (key heads, query blocks, `blocks.columns()`).
 impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
     fn launch(&self, [q, k]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let Self { shape, blocks, softmax_scale } = *self;

@@ -132,8 +132,8 @@ pub(super) enum Kept {
     KeyMean(Option<Buffer<f32>>),
 }
 
-/// The INT8 values and scales of Q and K, and the means that smoothing subtracts from Q and K. The first dimensions of
-/// a buffer are (head, tile), with tiles of 64 tokens. Only `k_mean` is (head, segment, channel).
+/// The INT8 values and scales of Q and K, and the means that smoothing subtracts from Q and K. `k_mean` is
+/// (head, segment, channel). The first dimensions of the other buffers are (head, tile), with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {
     pub(super) q: Buffer<i8>,
@@ -166,7 +166,7 @@ impl Operands {
         // V's means and sums are stored after K's.
         let smoothed = 1 + usize::from(smoothing.of_values());
         let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
-        // With `FORWARD`, the backward reads only K's mean: see `SageBwd::keep`.
+        // With `FORWARD`, the forward keeps only K's mean for the backward: see `SageBwd::keep`.
         let codes_for = Purpose::kept(keep && settings.products != Int8Products::FORWARD);
         let floats = |len| gpu.alloc_for(codes_for, len);
         let codes = Codes {

@@ -45,22 +45,23 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// The limit on the length of parts (see [`ListSplits`]) is never below this number of query blocks, because each part
-/// needs a thread block that reads the keys. In this crate's tests the number is 1, so that small cases split lists.
+/// At least this many query blocks are allowed in a part (see [`ListSplits`]), because the keys are read again for each
+/// part. In this crate's tests the number is 1, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// [`ListSplits::shares`] is this number times the number of multiprocessors.
+/// The number of shares ([`ListSplits::shares`]) per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
 /// thread blocks. These add to the key block's dK and dV in f32, in an undefined order. The device decides how to
 /// split, because only it knows the lengths of the lists.
 struct ListSplits {
-    /// A part has at most max(LEAST_USERS, pairs / shares) query blocks, where `pairs` is the number of selected
-    /// (query block, key block) pairs.
+    /// A part of a list has at most max(LEAST_USERS, pairs / shares) query blocks, where `pairs` is the number of
+    /// selected (query block, key block) pairs.
     shares: usize,
     /// Maximum total number of parts of all lists. The first part of each list is not counted.
     most_parts: usize,
-    /// Maximum number of lists that are split: `sums` has room for this many. Other long lists are not split.
+    /// Maximum number of key blocks whose list of query blocks is split among thread blocks. `sums` has room for dK and
+    /// dV of this many key blocks.
     most_slots: usize,
     parts: Buffer<u32>,
     lists: Buffer<u64>,
@@ -102,7 +103,7 @@ impl ListSplits {
 /// Size of a [`params::Part`] in 32-bit words.
 const PART_WORDS: usize = size_of::<params::Part>() / 4;
 
-/// Number of elements of [`ListSplits::sums`] per split list: those of dK and dV of one key block.
+/// Number of elements of [`ListSplits::sums`] for one list that is split: one key block's dK and dV.
 fn slot_floats(d: usize) -> usize {
     slot_pieces(d) * 16 * d.min(128)
 }
@@ -122,7 +123,7 @@ pub(super) struct InvertedLists<'a> {
 }
 
 impl<'a> InvertedLists<'a> {
-    /// If long lists of query blocks may be split ([`ListSplits`]), `cut` is the number of channels of keys.
+    /// `cut`: the padded head_dim if long lists of query blocks may be split ([`ListSplits`]), otherwise `None`.
     pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
         let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());

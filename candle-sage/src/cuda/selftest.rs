@@ -1,4 +1,4 @@
-//! Tests of the internals of the module `cuda`, on a GPU: primitives, bit-exact quantized values, bounds of buffers.
+//! Tests of the internals of the module `cuda`, on a GPU.
 
 mod attn_qat_values;
 mod buffers;

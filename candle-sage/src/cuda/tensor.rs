@@ -43,7 +43,7 @@ impl Element {
     }
 }
 
-/// A (batch, token, head, channel) tensor of 16-bit elements with any strides, in device memory of any owner.
+/// A (batch, token, head, channel) tensor of 16-bit elements with any strides, in device memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Strided<'a> {
     pub(super) view: View<'a>,

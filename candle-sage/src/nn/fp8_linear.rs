@@ -37,7 +37,7 @@ impl Fp8Linear {
         Self { map: Linear::new(weight, None), settings }
     }
 
-    /// Loads `weight`, which a new model initializes as candle's linear layers do.
+    /// Loads `weight`. If a `VarMap` does not have the weight, it is initialized as in `candle_nn::linear`.
     ///
     /// # Errors
     /// When the weight is missing or has the wrong shape.

@@ -41,7 +41,7 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Loads `weight`, which a new model initializes as candle's linear layers do.
+    /// Loads `weight`. If a `VarMap` does not have the weight, it is initialized as in `candle_nn::linear`.
     ///
     /// ```
     /// use candle_core::{DType, Device, Module, Tensor};
@@ -63,7 +63,8 @@ impl Linear {
         Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?, None))
     }
 
-    /// Loads `weight` as [`Self::load`] does, and `bias`, which a new model initializes to zero.
+    /// Loads `weight` as [`Self::load`] does, and `bias`. If a `VarMap` does not have the bias, it is initialized to
+    /// zero.
     ///
     /// # Errors
     /// When a tensor is missing or has the wrong shape.

@@ -14,8 +14,8 @@ use crate::ops::{self, MuonPart, sum_of_squares};
 const MULTIPLE: usize = 8;
 
 /// AdamW that runs [`ops::AdamW`] for each variable: weights and moments are f32 whatever type the variables have,
-/// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change
-/// variables that have no gradient.
+/// gradients are clipped by their global norm if [`clip`](ops::AdamW::clip) is set, and a step does not wait for the
+/// device. A step does not change variables that have no gradient.
 ///
 /// Weight decay applies to tensors with two or more dimensions, so not to biases and norms. The optimizer overwrites
 /// `step` and `decayed` of the [`ops::AdamW`] that it is given.
@@ -45,9 +45,9 @@ pub struct AdamW {
 }
 
 /// Muon that runs [`ops::Muon`] for matrices, and [`AdamW`] for all other variables: tensors that do not have two
-/// dimensions, and the variables that [`MuonConfig::embeddings`] lists. The list must contain embeddings and output
-/// matrices, and on CUDA also matrices whose number of elements is not a multiple of 8. As with [`AdamW`], load weights
-/// before making the optimizer; the optimizer's state cannot be saved.
+/// dimensions, and the variables that [`MuonConfig::embeddings`] lists. The list must contain the embeddings, the
+/// matrix that computes the logits, and on CUDA also matrices whose number of elements is not a multiple of 8. As with
+/// [`AdamW`], load weights before making the optimizer; the optimizer's state cannot be saved.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -89,13 +89,12 @@ pub struct MuonConfig {
     pub matrices: ops::Muon,
     /// Settings of all other variables.
     pub others: ops::AdamW,
-    /// Variables of two dimensions that are updated with `others`: embeddings and output matrices.
+    /// Variables of two dimensions that use the settings `others`: embeddings and output matrices.
     pub embeddings: Vec<Var>,
 }
 
 impl MuonConfig {
-    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`] with the same learning rate, without weight decay or
-    /// clipping.
+    /// [`ops::Muon::new`] and [`ops::AdamW::new`] with learning rate `lr`. Neither has weight decay or clipping.
     pub fn new(lr: f64) -> Self {
         Self { matrices: ops::Muon::new(lr), others: ops::AdamW::new(lr), embeddings: Vec::new() }
     }
@@ -107,7 +106,7 @@ struct Held {
     variable: Var,
     /// (1 + moments, padded elements) in f32: weights, then moments.
     state: Tensor,
-    /// For Muon with `beta2`: the running mean squares of [`ops::Muon::normalize_rows`], one per row of the matrix.
+    /// For Muon with `beta2`: `mean_squares` of [`ops::Muon::normalize_rows`], one value per row of the matrix.
     rows: Option<Tensor>,
 }
 
@@ -135,7 +134,7 @@ impl Held {
         gradients.get(&self.variable).map(padded).transpose()
     }
 
-    /// Copies the weights of the state to the variable.
+    /// Copies the weights in `state` to the variable.
     fn publish(&self) -> Result<()> {
         let weights = self.state.get(0)?.narrow(0, 0, self.variable.elem_count())?;
         self.variable.set(&weights.to_dtype(self.variable.dtype())?.reshape(self.variable.shape())?)
@@ -263,8 +262,8 @@ impl Optimizer for Muon {
         if settings.lr <= 0.0 || !settings.lr.is_finite() {
             return Err(Error::new("the learning rate of matrices is out of range")
                 .got(settings.lr)
-                .allowed("finite and above 0: other variables' rates are stored as multiples of this rate")
-                .hint("pass the peak rate, and call `set_learning_rate` before the first step")
+                .allowed("above 0 and finite, because the rate of `others` is stored as a multiple of it")
+                .hint("to warm up from 0: pass the highest rate, then call `set_learning_rate`")
                 .into());
         }
         let ratio = others.lr / settings.lr;

@@ -14,7 +14,7 @@ use crate::ops::{self, RopeStyle, dims4, shapes_of, swap_heads};
 ///
 /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
-/// // Tokens three and four, passed alone with the position of token three, rotate as in the whole sequence.
+/// // Tokens at positions 2 and 3 are rotated in the same way with and without the tokens before them.
 /// let whole = rotary.forward(&x, 0)?.narrow(1, 2, 2)?;
 /// let part = rotary.forward(&x.narrow(1, 2, 2)?, 2)?;
 /// assert_eq!(part.flatten_all()?.to_vec1::<f32>()?, whole.flatten_all()?.to_vec1::<f32>()?);
@@ -211,7 +211,7 @@ impl Rotary {
         turned?.transpose(1, 2)
     }
 
-    /// Calls `rotate` with `x`, (batch, sequence, heads, head_dim), and with the rows of the tables for its tokens.
+    /// Calls `rotate` with `x`, (batch, sequence, heads, head_dim), and the rows of `cos` and `sin` for its tokens.
     fn turn(
         &self,
         x: &Tensor,
@@ -235,9 +235,9 @@ impl Rotary {
         rotate(&x.reshape((1, batch * len, heads, head_dim))?, &self.cos, &self.sin)?.reshape(x.shape())
     }
 
-    /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`
-    /// names the method for inputs with sequence and heads swapped. If `x` is too long for the tables, but would fit
-    /// when read in that order, the error suggests `other`.
+    /// The rows of `cos` and `sin` for the tokens of `x`, (batch, sequence, heads, head_dim). The first token is at
+    /// `position`. If `x` is too long, but would fit with sequence and heads swapped, the error suggests `other`: the
+    /// method for swapped inputs.
     fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
         let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;

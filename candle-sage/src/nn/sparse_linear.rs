@@ -9,8 +9,8 @@ use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2, Sla2Cache};
 use crate::variables;
 
-/// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, mixed with linear
-/// attention to the blocks that [`Sla2::tail`](crate::Sla2::tail) sets.
+/// A [`SelfAttention`] layer with [`Sla2`]: softmax attention to the blocks of keys that a router selects, mixed with
+/// linear attention to the blocks that [`Sla2::tail`](crate::Sla2::tail) sets.
 ///
 /// `theta` is one learned number for each query head. It sets the weights of the mixture: see
 /// [`Alpha`](crate::ops::Alpha). The output's gradient trains the projections, the norms and `theta`;
@@ -53,9 +53,9 @@ impl SparseLinearAttention {
         Self { layer, sla2, router, theta }
     }
 
-    /// Loads what [`SelfAttention::load`] loads; the router's `q_router.weight` and `k_router.weight`, (key heads,
-    /// head_dim, head_dim) each; and `theta`, (query heads). A new model initializes `theta` to 2. A language model
-    /// needs a causal `sla2`.
+    /// Loads the router, `theta`, and the tensors that [`SelfAttention::load`] loads. The router's `q_router.weight`
+    /// and `k_router.weight` are (key heads, head_dim, head_dim) each. `theta` is (query heads); a new model
+    /// initializes it to 2. A language model needs a causal `sla2`.
     ///
     /// # Errors
     /// When a weight is missing or has the wrong shape.

@@ -1,4 +1,4 @@
-//! Accumulation in place, for training loops that do not use candle's graph.
+//! Adds to tensors in place, for training loops that do not use candle's graph.
 
 use std::ops::Range;
 
@@ -191,7 +191,7 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
         return Err(shape_error(
             "product_into: matrices do not fit together",
             shapes_of(&[("a", a), ("b", b), ("out", out)]),
-            "(rows, inner) and (inner, columns) of one type, to (rows, columns)",
+            "a (rows, inner) and b (inner, columns) of one type, out (rows, columns)",
             "transpose a matrix with `t()`, or convert it with `to_dtype`",
         ));
     }

@@ -135,7 +135,7 @@ impl Attention {
         self.causal || self.window.after == Some(0)
     }
 
-    /// Replaces the softmax scale, the factor of the logits.
+    /// Sets the softmax scale, the factor of `Q K^T`.
     #[must_use]
     pub fn softmax_scale(mut self, softmax_scale: f64) -> Self {
         self.softmax_scale = Some(softmax_scale);
@@ -175,8 +175,8 @@ impl Attention {
     }
 
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse attention.
-    /// Keys that are not listed are masked. The time depends on the lengths of the lists. On CUDA the order in
-    /// which gradients are summed also depends on these lengths.
+    /// Keys that are not listed are masked. The time depends on the lengths of the lists. On CUDA, these lengths also
+    /// change the order in which gradients are summed.
     ///
     /// On CUDA, a selection's blocks must have 128 tokens; on the CPU, a multiple of [`Scheme::block_unit`].
     /// Smoothing of keys or values, and [`ValueScale::Head`](crate::ValueScale::Head), use all tokens of a batch entry
@@ -276,7 +276,7 @@ impl Attention {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
             return Err(Error::new("FP4 matmuls have no backward")
-                .got("inputs with a gradient (`Var`), `vjp`, `apply_with_lse`, or `ForeignAttention` (keep)")
+                .got("inputs with a gradient (`Var`), `vjp`, `apply_with_lse`, or `ForeignAttention::new` with `keep`")
                 .allowed("`Attention::apply` with inputs without a gradient (`Tensor::detach`)")
                 .hint(
                     "to train, use AttnQat::products(Products::SixteenBit): 16-bit matmuls, same FP4 values",

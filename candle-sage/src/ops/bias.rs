@@ -39,13 +39,13 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when the bias does not match in shape, type or device; and for low-bit schemes,
-    /// selections, ALiBi and sinks.
+    /// As [`Attention::apply`]; when the bias has a wrong shape, is not of a float type, or is on another device than
+    /// the query; and for low-bit schemes, selections, ALiBi and sinks.
     pub fn apply_with_bias(&self, q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor) -> Result<Tensor> {
         // The op only checks inputs and settings; its kernels do not run.
         let op = self.op(q, k, v, false)?;
         let slopes = op.score_mod.as_ref().is_some_and(|score_mod| score_mod.alibi_slopes.is_some());
-        let no_sinks = "append a key and a value of zeros, with the sink as their bias";
+        let no_sinks = "without a window, prepend a key and a value of zeros; the sink is the key's bias";
         for (asked, got, hint) in [
             (op.scheme != Scheme::Unquantized, "a low-bit scheme", "use `.scheme(Scheme::Unquantized)`"),
             (op.selection.is_some(), "a selection", "a bias of minus infinity hides a key"),
@@ -56,7 +56,7 @@ impl Attention {
                 return Err(Error::unsupported("attention with a bias does not support this setting")
                     .got(got)
                     .allowed(
-                        "unquantized attention, with a causal mask, windows, packed documents and a soft cap",
+                        "unquantized attention; optional: a causal mask, windows, packed documents, a soft cap",
                     )
                     .hint(hint)
                     .into());

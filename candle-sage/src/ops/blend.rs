@@ -42,8 +42,8 @@ const NAME: &str = "blend";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alpha {
-    /// For a query with `n` keys in exact attention, and `m` keys that are left to the tail:
-    /// `a = sigmoid(theta + log(n / m))`. A learned `theta` can be used with any sequence length and number of selected
+    /// `a = sigmoid(theta + log(n / m))` is the weight of exact attention, which covers `n` of the keys that the query
+    /// sees and omits the other `m`. A learned `theta` can be used with any sequence length and number of selected
     /// blocks.
     #[default]
     Count,

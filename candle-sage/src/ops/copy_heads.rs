@@ -34,7 +34,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
         return Err(shape_error(
             "copy_heads: the tensors do not fit together",
             shapes_of(&[("x", x), ("out", out)]),
-            "two tensors (batch, sequence, heads, head_dim) of one type",
+            "two tensors of one shape (batch, sequence, heads, head_dim) and one type",
             "`narrow` the larger one",
         ));
     }
@@ -48,7 +48,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
             "copy_heads does not support these strides",
             format!("strides {:?} of x, {:?} of out", x.stride(), out.stride()),
             "channels of stride 1, and an output that is not broadcast",
-            "call `contiguous()` on the tensor",
+            "call `contiguous()` on x; `Tensor::zeros` makes a suitable `out`",
         ));
     }
     if share_storage(out, x) {
@@ -56,7 +56,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
             "copy_heads: input and output share memory",
             shapes_of(&[("x", x), ("out", out)]),
             "two separate tensors",
-            "`copy()` one of them",
+            "copy the input: `x.copy()`",
         ));
     }
     supported(NAME, &[out, x])?;
@@ -103,7 +103,7 @@ impl InplaceOp2 for CopyHeads {
     }
 }
 
-/// The index of each head's first channel, in row-major order.
+/// For each (batch, token, head), in row-major order: the index of its first channel in the storage.
 fn heads(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
     let (dims, strides) = (layout.dims(), layout.stride());
     let tokens = (0..dims[0])

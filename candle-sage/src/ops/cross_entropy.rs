@@ -64,13 +64,14 @@ impl CrossEntropy {
     }
 }
 
-/// The mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, plus the z-loss.
+/// The mean of `logsumexp(logits[n]) - logits[n][target[n]]` over the targets that are not ignored, in nats, plus the
+/// [z-loss](CrossEntropy::z_loss).
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an f32 scalar.
 /// The logits receive the gradient `((1 + 2 * z_loss * logsumexp) * softmax - onehot) / count`, where `count` is the
-/// number of targets that are not ignored. The forward keeps one f32 per row. For a language model prefer
-/// [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which never stores all logits. On a GPU the check of the
-/// targets waits for the device.
+/// number of targets that are not ignored. The forward stores one f32 per row for the backward. For a language model
+/// prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which never stores all logits. On a GPU the check
+/// of the targets waits for the device.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -102,7 +103,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
     logits.apply_op2(targets, LogitsOp { settings, saved: OnceLock::new() })
 }
 
-/// The class of each row (`None` if the row's target is ignored), and the number of targets that count.
+/// The class of each row (`None` if the row's target is ignored), and the number of targets that are not ignored.
 pub(super) fn classes(
     targets: &[i64],
     classes: usize,

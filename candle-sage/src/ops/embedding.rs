@@ -42,8 +42,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-/// [`embedding`] for training loops that do not use candle's graph. On a GPU this function does not wait for the
-/// device: if an id is not in the table, the id's row of the output is NaN.
+/// [`embedding`] without a gradient, for training loops that do not use candle's graph. On a GPU this function does not
+/// wait for the device: if an id is not in the table, the id's row of the output is NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -90,7 +90,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     Ok([ids.dims(), &[width]].concat())
 }
 
-/// The op of one call, which on a GPU keeps the checked ids for the backward.
+/// The op of one call of [`embedding`]. On a GPU, the op keeps the ids for the backward.
 #[derive(Default)]
 pub(crate) struct Embedding {
     saved: OnceLock<Backward<1, CudaStorage>>,
@@ -175,8 +175,8 @@ impl CustomOp2 for Embedding {
     }
 }
 
-/// The gradient of a table of `rows` rows for the gradient `dout` of [`embedding`]'s output: (rows, width), in the type
-/// of `dout`. Ids that are not in the table are ignored. For training loops that do not use candle's graph.
+/// The gradient of [`embedding`]'s table, computed from the gradient `dout` of its output. The result is (rows, width),
+/// in the type of `dout`. Ids that are not in the table are ignored. For training loops that do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -197,7 +197,7 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
         return Err(shape_error(
             "embedding: the output's gradient does not match the ids",
             shapes_of(&[("dout", dout), ("ids", ids)]),
-            "(ids' shape.., width)",
+            "the shape of `ids`, followed by a width of at least 1",
             "`dout` has the shape of the output",
         ));
     }

@@ -28,7 +28,7 @@ pub enum Fp8Sums {
 }
 
 /// Whether a matrix, its transpose, or both are stored. Hopper's FP8 matmuls need operands that are contiguous along
-/// the summed dimension. So a matmul that sums over the matrix's rows needs the transpose.
+/// the summed dimension. So a matmul that sums over the row index needs the transpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// Only the matrix itself.
@@ -71,7 +71,7 @@ pub struct Fp8Matrix {
     /// The codes, (rows, columns), and their transpose, (columns, rows).
     copies: [Option<Tensor>; 2],
     dims: (usize, usize),
-    /// One f32: a code's value times the scale is the element.
+    /// One f32. The FP8 value of a code, times this scale, is an element of the matrix.
     scale: Tensor,
     format: Fp8Format,
 }
@@ -125,8 +125,8 @@ impl Fp8Matrix {
         Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
     }
 
-    /// Makes a matrix with both copies ([`Fp8Copies::Both`]) from row-major `codes` (rows, columns) in u8 and their
-    /// `scale` (1) in f32. The row copy shares memory with `codes`; the scale is copied.
+    /// Makes a matrix from row-major `codes` (rows, columns) in u8 and their `scale` (1) in f32. The transpose is
+    /// stored too ([`Fp8Copies::Both`]). The matrix itself shares memory with `codes`; the scale is copied.
     ///
     /// # Errors
     /// When the codes are not a contiguous u8 matrix with dimensions that are multiples of 16, or the scale is not one
@@ -139,7 +139,7 @@ impl Fp8Matrix {
         {
             let strided = if is_contiguous { "" } else { ", not contiguous" };
             return Err(shape_error(
-                "fp8-from-codes: these are not FP8 values and their scale",
+                "fp8-from-codes: `codes` or `scale` has the wrong type, shape or layout",
                 format!("{:?}{strided}, and {:?} {:?}", codes.dtype(), scale.dtype(), scale.dims()),
                 "contiguous U8, and F32 [1]",
                 "pass what `codes` and `scale` of an `Fp8Matrix` return",
@@ -190,8 +190,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The matrix without its row copy ([`Fp8Copies::Rows`]), to free memory. [`product`](Self::product) then accepts
-    /// only the matrix's transpose ([`t`](Self::t)).
+    /// The matrix without its row copy ([`Fp8Copies::Rows`]), to free memory. Then only the matrix's transpose
+    /// ([`t`](Self::t)) can be an operand of [`product`](Self::product).
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -286,7 +286,7 @@ impl Fp8Matrix {
                 "the FP8 matrix has no row copy",
                 format!("a matrix {:?}", self.dims),
                 "Fp8Copies::Rows or Both",
-                "for `t()`, which swaps the row copy and the transposed copy: Fp8Copies::Columns or Both",
+                "before `t()`, quantize with Fp8Copies::Columns or Both: `t()` swaps the row copy and the transposed copy",
             )
         })
     }
@@ -334,7 +334,7 @@ pub(crate) struct Quantize {
 pub(crate) struct QuantizeWith {
     pub(crate) op: Quantize,
     pub(crate) scale: Fp8Site,
-    /// Whether the state has no scale for this matrix yet. The scale is then computed from the matrix.
+    /// Whether the scale is computed from the matrix, because [`Fp8Scales`](super::Fp8Scales) has no scale for it yet.
     pub(crate) measure: bool,
 }
 
@@ -391,7 +391,7 @@ impl Quantize {
     }
 }
 
-/// `a b^T`. Operands: the codes of a and b, and their scales.
+/// `a b^T` on a GPU. The operands of the launch are the FP8 codes of a and b, and their scales.
 #[derive(Debug, Clone, Copy)]
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Fp8Product {
@@ -409,7 +409,7 @@ struct ProductInto<'a> {
     dtype: DType,
 }
 
-/// [`ProductInto`] on a GPU. Operands: `out`, the codes of a and b, and their scales.
+/// [`ProductInto`] on a GPU. Operands: the output, the codes of `ProductInto`'s `a` and `b`, and their scales.
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Fp8ProductInto {
     pub(crate) product: Fp8Product,

@@ -54,9 +54,9 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
     Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, scale.format()))
 }
 
-/// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up as one matrix
-/// (rows, 2 * columns), which also stores its transpose ([`Fp8Copies::Both`]). `again` is a scale for the output of
-/// [`swiglu`]. If it is given, the function also recomputes this output, and returns its quantized transpose.
+/// Computes [`swiglu_backward`] of matrices (rows, columns), and quantizes the gradients of gate and up. Returns them
+/// as one matrix (rows, 2 * columns), which also stores its transpose ([`Fp8Copies::Both`]). `again` is a scale for the
+/// output of [`swiglu`]. If it is given, the function also recomputes this output, and returns its quantized transpose.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].

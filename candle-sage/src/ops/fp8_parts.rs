@@ -114,7 +114,7 @@ fn check_parts(op: &str, parts: &[Range<usize>], len: usize) -> Result<()> {
         &format!("{op}: a part does not fit"),
         format!("{part:?}"),
         &format!("ranges within 0..{len} that begin and end at multiples of {FP8_PART}"),
-        "16 x 16 is 256: store matrices whose dimensions are multiples of 16, without gaps",
+        "matrices whose dimensions are multiples of 16 fit, if you store them without gaps",
     ))
 }
 

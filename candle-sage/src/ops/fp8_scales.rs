@@ -12,17 +12,17 @@ use crate::launch::Launch;
 
 const NAME: &str = "fp8-scales";
 
-/// Each step multiplies a running maximum by this factor.
+/// Factor of the old `running` in the formula of [`Fp8Scales`].
 pub(crate) const DECAY: f32 = 0.95;
 
-/// Values up to this many times the running maximum do not saturate.
+/// Values up to this many times `running` (see [`Fp8Scales`]) do not saturate.
 pub(crate) const MARGIN: f32 = 4.0;
 
 /// Scales of several matrices that are quantized in every step (delayed scaling): a matrix is quantized in one pass
 /// over memory, with a scale from earlier steps. The matrix's largest absolute value is recorded for later steps.
 ///
 /// ```text
-/// running = max(largest since the last step, 0.95 * running)
+/// running = max(largest since the last `rescale`, 0.95 * running)
 /// scale   = the least power of two with 4 * running <= scale * (largest value of the format)
 /// ```
 ///
@@ -59,8 +59,8 @@ pub struct Fp8Scales {
 #[derive(Debug)]
 enum State {
     Host(Mutex<Vec<Site>>),
-    /// f32 (5, matrices): scale, largest absolute value, running maximum, number of saturated values (the bits of a
-    /// u32), and format (1 for E5M2, 0 for E4M3).
+    /// f32 (5, matrices): a row for each field of [`Site`], and a row of formats (1 for E5M2, 0 for E4M3). The elements
+    /// of the row `saturated` are u32 numbers, stored bit for bit.
     Device(Tensor),
 }
 
@@ -149,7 +149,7 @@ impl Fp8Scales {
 
     /// The largest absolute value of each matrix since the last step, in f32. If several processes train one model,
     /// replace these values by the maximum over the processes before [`rescale`](Self::rescale). On a GPU the tensor
-    /// shares memory with the state.
+    /// shares memory with this `Fp8Scales`.
     ///
     /// # Errors
     /// When there is not enough memory.
@@ -185,7 +185,7 @@ impl Fp8Scales {
         }
     }
 
-    /// How many values have saturated since the last call.
+    /// How many values have saturated since the last call of this function.
     ///
     /// # Errors
     /// When the device fails.
@@ -203,8 +203,8 @@ impl Fp8Scales {
         }
     }
 
-    /// For a checkpoint between two steps: the scale and the running maximum of each matrix. The scale is 0 if the
-    /// matrix was never quantized.
+    /// The scale and `running` (see [`Fp8Scales`]) of each matrix, for a checkpoint between two training steps. The
+    /// scale is 0 if the matrix was never quantized.
     ///
     /// # Errors
     /// When the device fails.

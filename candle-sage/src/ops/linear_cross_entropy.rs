@@ -163,7 +163,7 @@ pub(crate) struct LinearOp {
     saved: OnceLock<LinearSaved>,
 }
 
-/// Bytes of logits that the CPU stores at once.
+/// The most bytes of a chunk of logits on the CPU, unless [`CrossEntropy::chunk_rows`] is set.
 const CPU_BYTES: usize = 64 << 20;
 
 impl CrossEntropy {
@@ -275,7 +275,8 @@ impl CustomOp3 for LinearOp {
     }
 }
 
-/// Adds the weight's gradient to `dweight` in place, and stores the loss and the hidden states' gradient in `made`.
+/// Adds the output matrix's gradient to the op's first tensor, and stores the loss and the hidden states' gradient in
+/// `made`.
 pub(crate) struct LinearInto {
     targets: Tensor,
     pub(crate) settings: CrossEntropy,

@@ -25,8 +25,8 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// ```
 ///
 /// `hidden` is (rows, width), `weight` (classes, width), each with both copies
-/// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`, and on a GPU
-/// the logits have this type too; everything else is f32. The scale of the logits' gradient is computed from
+/// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`. On a GPU
+/// the logits have this type too. The loss and `dweight` are f32. The scale of the logits' gradient is computed from
 /// `factor / rows`, not from the elements: each element is a number between -1 and 1, times `factor / rows`. (With a
 /// z-loss the numbers can be larger; numbers beyond 1.75 saturate.) The logits' gradient has the format
 /// `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below `2^-18` to zero.

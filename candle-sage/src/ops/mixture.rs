@@ -58,7 +58,7 @@ impl Mixture {
         Ok((out, Some(tail)))
     }
 
-    /// The gradient of `theta`. If `tail` is `None`, the tail's output is recomputed.
+    /// The gradient of [`blend`]'s `theta`. `tail` is the output of [`past_linear`]; if it is `None`, it is recomputed.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

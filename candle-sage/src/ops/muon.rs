@@ -68,14 +68,14 @@ impl Muon {
     /// `state` is contiguous (2, parameters) in f32: weights and m. `gradient` is (parameters) in f32, `sum_of_squares`
     /// is the [`sum_of_squares`](crate::ops::sum_of_squares) of the gradient of all parameters, including parameters
     /// that this call does not update. Parameters outside the matrices do not change. On a GPU `copy` receives the new
-    /// weights in f16 or bf16. Matmuls are in f32 on the CPU; on a GPU the direction is bf16, and sums are f32. When
+    /// weights in f16 or bf16. On the CPU d is computed in f32; on a GPU d is bf16, and matmuls sum in f32. When
     /// the gradient's norm is not finite, nothing changes. With `beta2` the rows of d are normalized
     /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the
     /// other. Adjacent matrices of one shape are orthogonalized together, which is faster than one by one.
     ///
     /// A step is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Processes
-    /// that update shards of the same matrices call these four functions, and exchange directions after the first and
-    /// before the last call.
+    /// that update shards of the same matrices call these four functions. After the first and before the last call,
+    /// they exchange elements of the tensor that the first call returned.
     ///
     /// # Errors
     /// When the tensors do not match, matrices overlap or are out of bounds, or the momentum is not in [0, 1); on CUDA,
@@ -108,9 +108,9 @@ impl Muon {
         self.apply(state, &directions, sum_of_squares, &parts, copy)
     }
 
-    /// Updates the momentum of `parts`. Returns the directions of these parts before orthogonalization, times a
-    /// constant, in a tensor of `len` elements (f32 on the CPU, bf16 on a GPU). This tensor's elements outside the
-    /// parts are undefined. The other arguments are those of [`Muon::step`].
+    /// Updates the momentum of `parts`. Returns the directions of these parts before orthogonalization, times 2^24, in
+    /// a tensor of `len` elements (f32 on the CPU, bf16 on a GPU). This tensor's elements outside the parts are
+    /// undefined. The other arguments are those of [`Muon::step`].
     ///
     /// # Errors
     /// As [`Muon::step`].
@@ -159,12 +159,12 @@ impl Muon {
     /// ```
     ///
     /// Matrices are stored in `directions` as for [`Muon::orthogonalize`]. `mean_squares` is v in f32, (rows of all
-    /// matrices), zeros before the first step; it does not change when `sum_of_squares` is not finite. Without `beta2`
-    /// nothing changes.
+    /// matrices), zeros before the first step. It does not change when `sum_of_squares`, which is that of
+    /// [`Muon::step`], is not finite. Without `beta2` nothing changes.
     ///
     /// # Errors
-    /// When `directions` has fewer elements than the matrices, `beta2` is not in [0, 1), or `mean_squares` has another
-    /// number of rows.
+    /// When `directions` has fewer elements than the matrices, `beta2` is not in [0, 1), or `mean_squares` is missing
+    /// or has another shape or type.
     pub fn normalize_rows(
         &self,
         directions: &Tensor,

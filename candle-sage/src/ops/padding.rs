@@ -7,10 +7,9 @@ use crate::shape::Packing;
 
 /// Which tokens of a padded batch, (batch, sequence), are real.
 ///
-/// Attention over packed documents computes exactly the result of attention with a padding mask, but skips the padding,
-/// in any scheme, forward and backward. Call [`pack_padded`] on the batch, run the model with [`Padding::packing`], and
-/// call [`unpack_padded`] on tensors that have to be batches again. Norms and linear layers in between run on fewer
-/// tokens too.
+/// In any scheme, attention over packed documents needs no padding mask, and skips the padding, forward and backward.
+/// Call [`pack_padded`] on the batch, run the model with [`Padding::packing`], and call [`unpack_padded`] on tensors
+/// that have to be batches again. Norms and linear layers in between run on fewer tokens too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -128,8 +127,8 @@ impl Padding {
     }
 }
 
-/// The real tokens of a padded batch, one row after the other: (batch, sequence, ..) -> (1, tokens, ..), with a
-/// gradient.
+/// The real tokens of a padded batch, one row after the other: (batch, sequence, ..) -> (1, tokens, ..).
+/// Differentiable.
 ///
 /// # Errors
 /// When `x` does not begin with (batch, sequence), or is on another device than the padding.
@@ -146,7 +145,7 @@ pub fn pack_padded(x: &Tensor, padding: &Padding) -> Result<Tensor> {
     x.flatten(0, 1)?.contiguous()?.index_select(&padding.real, 0)?.unsqueeze(0)
 }
 
-/// The inverse of [`pack_padded`], with zeros for padding: (1, tokens, ..) -> (batch, sequence, ..), with a gradient.
+/// The inverse of [`pack_padded`], with zeros for padding: (1, tokens, ..) -> (batch, sequence, ..). Differentiable.
 ///
 /// # Errors
 /// When `x` does not begin with (1, tokens), or is on another device than the padding.

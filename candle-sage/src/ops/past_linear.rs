@@ -110,7 +110,7 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 /// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
 /// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
 /// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
-/// // The tail of the last two queries is the first two keys. For each of these queries, the keys' weights sum to 1.
+/// // In the tail, the last two queries attend to the first two keys. The two weights of each query sum to 1.
 /// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
 /// assert_eq!(sums[2..], [0., 0.]);

@@ -39,7 +39,8 @@ const NAME: &str = "qk-norm-rope";
 /// ```
 ///
 /// # Errors
-/// When the tables or the weight do not match `x`, the tables are tracked, or the types are not floats.
+/// When the tables or the weight do not match `x`, the tables are tracked ([`Tensor::track_op`]), or the types are not
+/// floats.
 pub fn qk_norm_rope(
     x: &Tensor,
     weight: &Tensor,
@@ -124,7 +125,7 @@ pub fn qk_norm_rope_backward(
     Ok((Tensor::cat(&dxs, 2)?.reshape(dims)?, dweights))
 }
 
-/// Checks the arguments of [`qk_norm_rope_backward`], and returns the dimensions of its first result.
+/// Checks the arguments of [`qk_norm_rope_backward`], and returns the dimensions of the `dx` that it returns.
 pub(super) fn checked_backward(
     all: &[QkNormRopeGrad<'_>],
     tables: [&Tensor; 2],

@@ -158,7 +158,7 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
     if (eps as f32) >= 0.0 && (eps as f32).is_finite() {
         return Ok(eps as f32);
     }
-    Err(argument_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
+    Err(argument_error(&format!("{op}: eps is out of range"), eps, "finite, 0 and up", "1e-6 is usual"))
 }
 
 /// On a GPU the op is launched with `x` and the weight, or with `x`, a residual and the weight; with a residual it also

@@ -95,7 +95,7 @@ pub fn rope_tables_llama3(
         return Err(argument_error(
             "rope_tables_llama3: a factor is out of range",
             format!("factor {factor}, low_freq_factor {low}, high_freq_factor {high}"),
-            "a factor above 0, and high_freq_factor above low_freq_factor",
+            "finite numbers: a factor above 0, and high_freq_factor above low_freq_factor",
             "Llama 3.1 has factor 8, low_freq_factor 1 and high_freq_factor 4",
         ));
     }
@@ -148,7 +148,7 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
 /// ```
 ///
 /// # Errors
-/// When the tables do not match `x` or are tracked, or the types are not floats.
+/// When the tables do not match `x` or are tracked ([`Tensor::track_op`]), or the types are not floats.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     check("rope", x, cos, sin)?;
     supported(NAME, &[x, cos, sin])?;
@@ -202,7 +202,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
     Tensor::cat(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, 2)?.reshape(dims)
 }
 
-/// The shape of the concatenation, along the heads, of tensors (batch, sequence, heads, head_dim).
+/// The shape of `all` after concatenation along the heads. Each tensor is (batch, sequence, heads, head_dim).
 pub(super) fn concatenated_shape(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
     let but_heads = |x: &Tensor| match *x.dims() {
         [batch, sequence, heads, d] => Some((batch, sequence, d, x.dtype(), heads)),
@@ -224,7 +224,7 @@ pub(super) fn concatenated_shape(op: &str, all: &[&Tensor]) -> Result<(usize, us
     }
 }
 
-/// Checks that the tables match `x` and are constants.
+/// Checks that `cos` and `sin` match `x` and are not tracked ([`Tensor::track_op`]).
 pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let fit = |sequence: usize, d: usize| {
         d.is_multiple_of(2) && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
@@ -238,7 +238,7 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
             &format!("{op}: the tables do not match the input"),
             shapes_of(&[("x", x), ("cos", cos), ("sin", sin)]),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
-            // If the tables fit the third dimension, the input is probably (batch, heads, sequence, head_dim).
+            // If the tables fit the third dimension of `x`, `x` is probably (batch, heads, sequence, head_dim).
             match heads_first {
                 true => {
                     "`transpose(1, 2)` an x that is (batch, heads, sequence, head_dim), or call `Rotary::forward_heads_first`"
@@ -258,8 +258,7 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     Ok(())
 }
 
-/// Rotates by the tables' angles times `direction`. On a GPU, `launch` rotates any number of tensors and concatenates
-/// the results along the heads.
+/// Rotates pairs of channels: by the angles of the cos and sin tables if `direction` is 1, and back if it is -1.
 pub(crate) struct Rope {
     pub(crate) style: RopeStyle,
     pub(crate) direction: f32,

@@ -14,8 +14,8 @@ use crate::shape::AttentionShape;
 const NAME: &str = "route";
 
 /// The means of all blocks of queries, (key heads, blocks, head_dim) in f32. A block's mean is over the query heads of
-/// a key head, and over the block's queries. With a causal mask it is over the block's first query and up to `pool - 1`
-/// queries before the block instead.
+/// a key head, and over tokens: with a causal mask, the block's first query and up to `pool - 1` queries before it;
+/// otherwise the block's queries.
 pub(crate) fn pool_queries(
     q: &Tensor,
     shape: &AttentionShape,
@@ -58,9 +58,9 @@ impl Means<'_> {
     }
 }
 
-/// Selects at most `most` candidates for each block of queries: the last `nearest` candidates, and the candidates with
-/// the largest scores. `scores` are (key heads, blocks of queries, columns) in f32; for columns see
-/// [`Blocks::first_column`].
+/// Selects at most `most` candidates (blocks of keys, see [`Blocks::candidates`]) for each block of queries: the last
+/// `nearest` candidates, and the candidates with the largest scores. `scores` are (key heads, blocks of queries,
+/// columns) in f32; for columns see [`Blocks::first_column`].
 pub(crate) fn choose(
     scores: &Tensor,
     shape: &AttentionShape,
@@ -120,9 +120,9 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     all
 }
 
-/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, blocks of
-/// keys) in f32: dense attention's probabilities, summed over the block's queries, the candidate's keys, and the query
-/// heads of the key head.
+/// The attention mass of each block of queries on each candidate (see [`Blocks::candidates`]). The mass is the sum of
+/// dense attention's probabilities over the block's queries, the candidate's keys, and the query heads of the key head.
+/// Returns (key heads, blocks of queries, blocks of keys) in f32.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,

@@ -17,8 +17,8 @@ impl Attention {
     /// heads) in any float type, on the query's device. In [`Attention::apply`] the sinks are constants; with
     /// [`Attention::apply_with_sinks`] they receive a gradient.
     ///
-    /// Sinks do not change the quantization of probabilities, which depends only on the logits of the keys. The
-    /// log-sum-exps of [`Attention::apply_with_lse`] include the sink.
+    /// In the forward, sinks do not change how probabilities are quantized. The log-sum-exps of
+    /// [`Attention::apply_with_lse`] include the sink.
     #[must_use]
     pub fn sinks(mut self, sinks: &Tensor) -> Self {
         self.sinks = Some(sinks.clone());
@@ -103,7 +103,7 @@ impl AttentionVjp {
 
 /// Returns the key unchanged. Attention takes this op's output as its key, so Candle runs this op's backward after
 /// attention's backward, which stores the sinks' gradient in `Saved`. This op's backward returns that gradient as the
-/// gradient of the second input.
+/// gradient of the op's second input, the sinks.
 struct WithSinks(Arc<Saved>);
 
 impl CustomOp2 for WithSinks {

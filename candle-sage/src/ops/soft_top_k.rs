@@ -11,13 +11,13 @@ use crate::error::Error;
 
 const NAME: &str = "soft-top-k";
 
-/// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with a shift per row that makes the row's
-/// weights sum to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0, the weights of the `count` largest
-/// scores go to 1, and all other weights go to 0.
+/// SoftTop-k over the last dimension: score `s_j` has the weight `m_j = sigmoid(s_j / tau + shift)`. Each row has a
+/// shift that makes its weights sum to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0, the weights
+/// of the `count` largest scores go to 1, and all other weights go to 0.
 ///
 /// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity have weight 0 and are not
 /// candidates. In a row with at most `count` candidates each candidate has weight 1. The gradient of the scores is
-/// `w (dm - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`; it includes the gradient through the shift. The op runs on
+/// `u (dm - sum(u dm) / sum(u)) / tau` with `u = m (1 - m)`; it includes the gradient through the shift. The op runs on
 /// the CPU, in f64.
 ///
 /// ```
@@ -39,7 +39,7 @@ const NAME: &str = "soft-top-k";
 pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
     if scores.dtype() != DType::F32 || scores.rank() == 0 {
         return Err(shape_error(
-            "soft_top_k needs rows of scores",
+            "soft_top_k: the scores have the wrong shape or type",
             shapes_of(&[("scores", scores)]),
             "(.., columns) in f32",
             "convert with `to_dtype`",
@@ -49,7 +49,7 @@ pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
         return Err(argument_error(
             "soft_top_k: tau is out of range",
             tau,
-            "above 0",
+            "above 0, and finite",
             "the SLA2 paper uses 0.1",
         ));
     }
@@ -89,7 +89,7 @@ impl CustomOp1 for SoftTopK {
         Ok((to_storage(out, scores.dtype())?, layout.shape().clone()))
     }
 
-    /// The weights are recomputed in f64: for a weight `m` close to 1, `1 - m` has too few digits in f32.
+    /// Recomputes the output `m` in f64: if `m` is close to 1, `1 - m` has too few digits in f32.
     fn bwd(&self, scores: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let columns = scores.dim(candle_core::D::Minus1)?;
         let grad = with_f32(NAME, [scores, dout], |[scores, dout]| {

@@ -84,7 +84,7 @@ pub(super) fn with_all_cuda<T>(
     f(&operands)
 }
 
-/// The offset of each element, in row-major order.
+/// For each element, in row-major order: its offset in the storage.
 fn offsets(layout: &Layout) -> Vec<usize> {
     offsets_of(layout.start_offset(), layout.dims(), layout.stride())
 }
@@ -134,8 +134,8 @@ pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout)
     })
 }
 
-/// A CPU tensor as f32 rows of its last dimension. Borrows the data of an f32 tensor whose rows are contiguous and have
-/// a constant stride. Copies any other tensor.
+/// A CPU tensor as f32 rows of its last dimension. Borrows the data of an f32 tensor whose rows are contiguous and
+/// begin at constant distances in memory. Copies any other tensor.
 pub(super) struct Rows<'a> {
     values: Cow<'a, [f32]>,
     stride: usize,
@@ -253,8 +253,8 @@ pub(super) fn check_update(
             &format!("{op}: the tensors do not fit together"),
             shapes_of(&all),
             &format!(
-                "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
-                 f16 or bf16 on a GPU; all contiguous"
+                "state ({rows}, parameters) and gradient (parameters) in f32, sum of squares an f64 scalar; \
+                 the optional copy (parameters) in f16 or bf16 on a GPU; all contiguous"
             ),
             "concatenate all parameters into one vector",
         ));

@@ -15,7 +15,7 @@ use crate::launch::Launch;
 
 const NAME: &str = "swiglu";
 
-/// `y = silu(gate) o up` with `silu(x) = x / (1 + exp(-x))`, element by element.
+/// `y = silu(gate) o up` with `silu(x) = x / (1 + exp(-x))`. `o` is the element-wise product.
 ///
 /// Both inputs have the same shape and type (f32, f16, bf16; any strides) and receive gradients:
 /// `dup = dy o silu(gate)`, `dgate = dy o up o s (1 + gate (1 - s))` with `s = 1 / (1 + exp(-gate))`.
@@ -52,7 +52,7 @@ fn check(gate: &Tensor, (name, other): (&str, &Tensor)) -> Result<()> {
         &format!("swiglu: gate and {name} differ"),
         shapes_of(&[("gate", gate), (name, other)]),
         "tensors of one shape and one element type",
-        "gate, up and `dout` have the shape of the output",
+        "gate, up and the output's gradient (`dout`) have the shape of the output",
     ))
 }
 
@@ -102,8 +102,8 @@ pub fn swiglu_backward(
 
 pub(crate) struct Gradients {
     pub(crate) again: bool,
-    /// Whether the gradients are concatenated along the last dimension; otherwise they are stacked along a new first
-    /// dimension.
+    /// Whether the gradients of gate and up are concatenated along the last dimension; otherwise they are stacked along
+    /// a new first dimension.
     pub(crate) is_concatenated: bool,
 }
 

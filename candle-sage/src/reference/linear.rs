@@ -44,7 +44,7 @@ fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn linear_forward(shape: &AttentionShape, pattern: Pattern<'_>, [q, k, v]: [&[f64]; 3]) -> Vec<f64> {
     let d = shape.head_dim();
     let (phi_q, phi_k) = (features(q, d), features(k, d));
@@ -78,7 +78,7 @@ pub fn linear_forward(shape: &AttentionShape, pattern: Pattern<'_>, [q, k, v]: [
 /// ```
 ///
 /// # Panics
-/// When a slice does not have the shape's length.
+/// When the length of a slice does not match `shape`.
 pub fn linear_backward(
     shape: &AttentionShape,
     pattern: Pattern<'_>,

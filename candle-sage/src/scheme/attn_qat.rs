@@ -29,8 +29,8 @@ pub(crate) const MEAN_ROWS: usize = 64;
 /// V.
 ///
 /// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU, training multiplies
-/// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
-/// order of sums. (An exception is fq(P) in the product for dV: it is rounded to 16 bit.)
+/// 16-bit operands. They represent NVFP4 values exactly, except that fq(P) in the product for dV is rounded to 16 bit.
+/// So the forward has the results of FP4 tensor cores up to the order of sums.
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
 /// forward.
@@ -50,7 +50,7 @@ pub(crate) const MEAN_ROWS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
-    /// Operands whose token means are subtracted before quantizing: none (the default, since the paper measured no
+    /// Operands whose mean over tokens is subtracted before quantizing: none (the default, since the paper measured no
     /// gain), K, or K and V. The means are over all tokens, also with a causal mask. Subtracting K's mean does not
     /// change the softmax, but it changes how K is rounded.
     pub smoothing: Smoothing,
@@ -64,8 +64,8 @@ pub struct AttnQat {
     /// do not sum to zero, and the mean of K leaks into dQ.
     pub high_precision_output: bool,
     /// Whether the backward computes its scores and all other matmuls from the forward's Q^, K^ and V^ (the paper's
-    /// principle 1). Otherwise the backward uses the unquantized tensors, as a stock backward would, and its
-    /// probabilities do not match the forward's log-sum-exp.
+    /// principle 1). Otherwise the backward uses the unquantized tensors (as a stock backward would), and computes
+    /// probabilities that do not match the forward's log-sum-exp.
     pub matched_recomputation: bool,
     /// Whether dV is computed from quantized probabilities, as O is. Otherwise dV is computed from unquantized P.
     pub requantized_p: bool,
@@ -98,7 +98,7 @@ impl Default for AttnQat {
 /// let inference = Attention::new(AttnQat::default().products(Products::Nvfp4));
 /// let x = Tensor::randn(0f32, 1., (1, 32, 2, 16), &Device::Cpu)?;
 /// assert_eq!(inference.apply(&x, &x, &x)?.dims(), x.dims());
-/// // A variable would need a backward.
+/// // `Nvfp4` has no backward, so a variable is an error.
 /// let x = Var::from_tensor(&x)?;
 /// assert!(inference.apply(&x, &x, &x).is_err());
 /// # Ok::<(), candle_core::Error>(())
@@ -109,9 +109,9 @@ pub enum Products {
     /// 16-bit matmuls (f32 on the CPU) of values that NVFP4 can represent. Every device has a forward and a backward.
     #[default]
     SixteenBit,
-    /// Block-scaled FP4 matmuls, kind `mxf4nvf4`, for inference: only a forward, on GPUs of compute capability 10.0,
-    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) An input
-    /// that candle tracks for gradients is an error.
+    /// Block-scaled FP4 matmuls for inference, on GPUs of compute capability 10.0, 10.3 and 12.x. The CPU computes as
+    /// with [`Products::SixteenBit`]. This variant has no backward: an input that candle tracks for gradients is an
+    /// error.
     ///
     /// **The kernels have not run on such GPUs.** They are compiled for these GPUs, and their sources run on a CPU,
     /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
@@ -119,8 +119,9 @@ pub enum Products {
     Nvfp4,
 }
 
-/// The reference by which a row's probabilities are divided before they are quantized to NVFP4. Small quotients lose
-/// bits, because the E4M3 scale of their group has fewer than four significant bits if it is below 2^-6.
+/// A row's reference: the exponentials `2^logit` of the row's base-2 logits are divided by it, and the quotients are
+/// quantized to NVFP4. Small quotients lose bits, because the E4M3 scale of their group has fewer than four significant
+/// bits if it is below 2^-6.
 ///
 /// ```
 /// use candle_sage::PReference;
@@ -133,22 +134,21 @@ pub enum Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PReference {
-    /// `2^ceil(m)`, where m is the row's largest base-2 logit. This reference is a power of two, so rescaling by a
-    /// running maximum is exact. Therefore the backward reproduces the forward's FP4 values of every group whose E4M3
-    /// scale is at least 2^-6.
+    /// `2^ceil(m)`. In the backward, m is the row's largest base-2 logit; in the forward, the largest one for the keys
+    /// read so far. The two references differ by a power of two, so forward and backward compute the same E2M1 values
+    /// of every group whose E4M3 scale is at least 2^-6.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range.
-    /// Probabilities can be 2048 times smaller than with `RowMax` before their scales lose bits. `TwoLevel` replaces
-    /// the paper's two-level scale, 2688 divided by the row's maximum.
+    /// [`PReference::RowMax`] divided by 2048, so that the largest E4M3 scale is near the largest E4M3 value.
+    /// Probabilities can be 2048 times smaller than with `RowMax` before their scales lose bits. The paper's two-level
+    /// scale is similar: it multiplies a row by 2688 divided by the row's maximum.
     ///
     /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a scale
     /// beyond E4M3's range.
     TwoLevel,
-    /// As in the paper's text: the forward divides by `2^m` (m is not rounded up), and the backward by the row's sum of
-    /// exponentials.
-    /// Groups whose largest probability is under 0.006 then become zeros in the backward. Only for reproduction:
-    /// diffuse attention loses most of dV.
+    /// As in the paper's text: the forward divides a row's exponentials by the largest one, and the backward divides
+    /// them by their sum. In the backward, a group of 16 quotients becomes zeros if all are below 0.006. Only for
+    /// reproduction: with diffuse attention most of dV is lost.
     Literal,
 }
 
@@ -251,7 +251,7 @@ impl AttnQat {
         ]
     }
 
-    /// The settings that an FP4 attention runtime needs.
+    /// See [`Scheme::runtime_settings`](crate::Scheme::runtime_settings).
     pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         let text = |words: &str| words.to_string();
         vec![
@@ -318,7 +318,7 @@ impl AttnQat {
 }
 
 impl PReference {
-    /// The base-2 logarithm of a row's reference. `max` is the row's largest base-2 logit.
+    /// The base-2 logarithm of a row's reference (see [`PReference`]). `max` is the row's largest base-2 logit.
     ///
     /// ```
     /// use candle_sage::PReference;

@@ -3,9 +3,9 @@
 use super::{KeyMean, Smoothing};
 use crate::error::{Error, Result};
 
-/// SageBwd runs six of attention's seven matmuls in INT8 with exact accumulation (INT32, or f32 below 2^24 on the CPU),
-/// and `dP = dO V^T` in 16 bit. (`S = Q K^T` counts twice, in the forward and in the backward.) [`Int8Products`] can
-/// keep more matmuls in floating point. The table shows the default [`Granularity`].
+/// SageBwd runs six of attention's seven matmuls in INT8 with exact accumulation (INT32; on the CPU, f32 sums below
+/// 2^24), and `dP = dO V^T` in 16 bit. (`S = Q K^T` counts twice, in the forward and in the backward.) [`Int8Products`]
+/// can keep more matmuls in floating point. The table shows the default [`Granularity`].
 ///
 /// | matmul | left operand, its scales | right operand, its scales |
 /// |---|---|---|
@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 /// additive epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
 /// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per query and pair of key tiles.
-/// First, it multiplies each tile of P by `s / m`: `s` is V's scale in the tile, and `m` the larger `s` of the pair. If
-/// Q and K have standard deviation 1, O's error is a tenth smaller than with signed values; with 3 to 10, not larger.
+/// Before that, it multiplies P of each tile by `s / m`: `s` is the scale of the tile's V, `m` the pair's larger `s`.
+/// O's error is a tenth smaller than with signed values at standard deviation 1 of Q and K, and not larger at 3 to 10.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SageBwd {
-    /// Operands whose token means are subtracted before quantizing.
+    /// Operands whose mean over tokens is subtracted before quantizing.
     pub smoothing: Smoothing,
     /// The tokens over which K's mean is taken.
     pub key_mean: KeyMean,
@@ -65,11 +65,11 @@ impl Default for SageBwd {
     }
 }
 
-/// The matmuls that run in INT8. The forward's `S = Q K^T` always runs in INT8. `dP = dO V^T` never does, because the
-/// paper finds that rounding it is unstable (arXiv 2603.02170, section 4).
+/// The matmuls that run in INT8. The forward's `S = Q K^T` always runs in INT8. `dP = dO V^T` always runs in 16 bit, as
+/// in the paper (arXiv 2603.02170).
 ///
-/// The other matmuls are unquantized: they use Q, V, dO, P, dS, and K minus its mean (see [`Smoothing`]), in f32 on the
-/// CPU, and in 16 bit with f32 accumulators on CUDA.
+/// Matmuls whose cell in the table is empty are unquantized: they use Q, V, dO, P, dS, and K minus its mean (see
+/// [`Smoothing`]), in f32 on the CPU, and in 16 bit with f32 accumulators on CUDA.
 ///
 /// | set | `O` | `S` of the backward | `dV` | `dQ` | `dK` | |
 /// |---|---|---|---|---|---|---|
@@ -80,8 +80,8 @@ impl Default for SageBwd {
 ///
 /// `FORWARD_AND_S` has only the error of the paper's forward, and `SCORES` has only the error of quantizing Q
 /// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
-/// INT8 matmuls save. The backward should recompute S from the forward's INT8 values: with an unquantized S, the errors
-/// of the gradients are at least 1.6 times as large if Q and K are large (standard deviation 3 or more).
+/// INT8 matmuls save. If Q and K are large (standard deviation 3 or more), the gradients' errors with `FORWARD`, whose
+/// backward recomputes S without quantization, are at least 1.6 times as large as with `PAPER`.
 /// `docs/sagebwd_products.md` has measured errors and speeds.
 ///
 /// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and `O`
@@ -116,7 +116,7 @@ impl Int8Products {
     pub const PAPER: Self = Self { o: true, s: true, dv: true, dq: true, dk: true };
     /// `O`, and `S` of the backward.
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
-    /// Only `S`, in the forward and in the backward.
+    /// Only `S` of the forward and `S` of the backward.
     pub const SCORES: Self = Self { o: false, ..Self::FORWARD_AND_S };
     /// Only the forward's `S` and `O`.
     pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
@@ -206,8 +206,8 @@ impl std::str::FromStr for Int8Products {
 
 /// The number of vectors that share one scale when the backward quantizes P, dS and dO.
 ///
-/// A vector runs along the matmul's reduction, along which a scale must be constant. A vector is a query row of dS for
-/// dQ, a key column of dS for dK, and a key column of P or a channel of dO for dV.
+/// A vector contains values that a matmul sums over, because these must share a scale. A vector is a query row of dS
+/// for dQ, a key column of dS for dK, and a key column of P or a channel of dO for dV.
 ///
 /// ```
 /// use candle_sage::Granularity;
@@ -220,7 +220,7 @@ impl std::str::FromStr for Int8Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Granularity {
-    /// One scale per vector. Only this granularity has the paper's accuracy for Q and K with standard deviation 1.
+    /// One scale per vector. Only this gives the SageBwd paper's gradient accuracy at standard deviation 1 of Q and K.
     #[default]
     Vector,
     /// One scale per group of this many adjacent vectors (2 to 64).
@@ -362,7 +362,7 @@ impl SageBwd {
     ///
     /// # Errors
     /// When the size of a tile, of a group of vectors or of the key mean's sample is out of range; when neither
-    /// `products.o` nor `products.s` is set; when the granularity, the key mean or the smoothing of V has no effect.
+    /// `products.o` nor `products.s` is set; when a non-default granularity, key mean or smoothing has no effect.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
+/// The operands whose mean over tokens is subtracted before quantizing (SageBwd, sections 3 and 6).
 ///
 /// ```
 /// use candle_sage::{AttnQat, SageBwd, Smoothing};
@@ -62,7 +62,7 @@ impl Smoothing {
 ///
 /// Subtracting the same vector from all keys changes neither the softmax nor the gradients. The subtraction only makes
 /// better use of the quantized range; the mean of a few dozen keys suffices for that. The mean of all keys requires a
-/// separate pass over K. `docs/sagebwd_products.md` has errors and times.
+/// separate pass over K. `docs/sagebwd_products.md` compares the errors and times of these two means.
 ///
 /// ```
 /// use candle_sage::KeyMean;
@@ -78,17 +78,17 @@ impl Smoothing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum KeyMean {
-    /// All tokens of the sequence, or of each packed document, as in the paper.
+    /// All tokens of the sequence, or of each packed document, as in the SageBwd paper.
     #[default]
     All,
     /// At most this many tokens (1 to 4096) of the sequence or of each packed document: the middles of equal intervals.
-    /// Of `n` tokens, the middle of interval `i` of `m` is token `floor((2 i + 1) n / (2 m))`. A small sample thus
-    /// excludes the first token, which may be an attention sink with an unusual key.
+    /// If `n` tokens are divided into `m` intervals, the middle of interval `i` is token `floor((2 i + 1) n / (2 m))`.
+    /// A small sample thus excludes the first token, which may be an attention sink with an unusual key.
     Sample(usize),
 }
 
 impl KeyMean {
-    /// The indices of the averaged tokens in a sequence of `n` tokens.
+    /// The indices of the tokens over which the mean is taken, in a sequence of `n` tokens.
     pub fn tokens(self, n: usize) -> impl Iterator<Item = usize> {
         let count = match self {
             Self::All => n,

@@ -29,8 +29,8 @@ impl Scheme {
         })
     }
 
-    /// Replaces one setting. Names and values are as in [`Scheme::settings`]; Attn-QAT also has `products`: `16-bit` or
-    /// `nvfp4`.
+    /// Replaces one setting. Names and values are as in [`Scheme::settings`]. Attn-QAT has one more setting,
+    /// `products`, with the values `16-bit` and `nvfp4`.
     ///
     /// ```
     /// use candle_sage::{Int8Products, SageBwd, Scheme};

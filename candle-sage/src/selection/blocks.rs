@@ -5,10 +5,11 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::shape::{AttentionShape, Segment};
 
-/// How the tokens of a call are divided into blocks. The blocks of each segment start at its first token.
+/// How the tokens of a call are divided into blocks. The blocks of each segment (batch entry or packed document) start
+/// at the segment's first token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Tokens of a block of queries (`query`) and of a block of keys (`key`).
+    /// The number of tokens in a block of queries (`query`) and in a block of keys (`key`).
     pub(crate) query: usize,
     pub(crate) key: usize,
     pub(crate) key_heads: usize,
@@ -96,8 +97,8 @@ impl Blocks {
         }
     }
 
-    /// The blocks of keys that follow the candidates and that some query of `block` sees. These blocks are always
-    /// visited and masked token by token; with a causal mask they are the blocks on the diagonal.
+    /// The blocks of keys, other than the [candidates](Self::candidates), that some query of `block` sees. Every
+    /// selection includes these blocks. With a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);
         let bounds = &self.segments[segment];
@@ -126,7 +127,7 @@ impl Blocks {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
-    /// The column of a segment's first block of keys in the matrix of the router's scores. Each batch entry has a
+    /// In the matrix of the router's scores, the column of the segment's first block of keys. Each batch entry has a
     /// separate matrix; packed documents share one.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }

@@ -15,13 +15,14 @@ pub struct QueryBlock {
     pub key_head: usize,
     /// Index of the block inside its segment.
     pub block: usize,
-    /// Number of blocks of keys that may be listed: the blocks `0..candidates`.
+    /// Number of candidates: a list of [`Selection::from_lists`] may contain the blocks of keys `0..candidates`.
     pub candidates: usize,
 }
 
 impl Selection {
-    /// A selection from the caller's lists. `list` returns the candidates that a block of queries sees, in any order.
-    /// `blocks` is (tokens of a block of queries, tokens of a block of keys). Attention will run on `device`.
+    /// A selection from the caller's lists. `list` returns the [candidates](QueryBlock::candidates) that a block of
+    /// queries sees, in any order. `blocks` is (tokens of a block of queries, tokens of a block of keys). Attention
+    /// will run on `device`.
     ///
     /// # Errors
     /// When a list has a block twice, or a block that is not a candidate; when a block of queries sees nothing;
@@ -64,7 +65,7 @@ impl Selection {
         Ok(Self::from_tensor(shape, blocks, lists))
     }
 
-    /// A selection of every candidate: dense attention.
+    /// A selection of all [candidates](QueryBlock::candidates): dense attention.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -72,10 +73,10 @@ impl Selection {
         Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
     }
 
-    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. The
-    /// lists contain the nearest candidates (`nearest` of them) and the first `sinks` blocks of the segment. With a
-    /// causal mask the nearest candidates are the last candidates; otherwise they surround the position of the block
-    /// of queries.
+    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. Each
+    /// list contains the first `sinks` [candidates](QueryBlock::candidates), and the `nearest` candidates that are
+    /// nearest to the block of queries. With a causal mask these are the last candidates; otherwise they surround the
+    /// position of the block of queries.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -111,6 +112,6 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
         None => "a listed block of keys is not a candidate",
     })
     .got(format!("block {wrong} in {at:?}"))
-    .allowed(format!("each block below {} at most once", at.candidates))
+    .allowed(format!("no block number of {} or more, and no number twice", at.candidates))
     .hint("with a causal mask, list only earlier blocks of keys; the block on the diagonal is always seen"))
 }

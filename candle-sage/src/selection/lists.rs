@@ -16,8 +16,8 @@ pub(crate) struct Lists {
 }
 
 impl Lists {
-    /// The lists of a selection's tensor. A row of `stride` values is a count, the indices of that many blocks, and
-    /// padding.
+    /// Reads the lists of a selection. Each list is `stride` values: a count, the indices of that many blocks of keys,
+    /// and padding.
     pub(super) fn new(shape: &AttentionShape, blocks: &Blocks, values: &[u32], stride: usize) -> Self {
         let seen: Vec<Vec<u32>> =
             values.chunks_exact(stride).map(|row| row[1..1 + row[0] as usize].to_vec()).collect();
@@ -37,8 +37,8 @@ impl Lists {
         &self.seen[key_head * self.blocks.rows() + self.blocks.row(segment, block)]
     }
 
-    /// For each (key head, batch entry, token): the number of keys that exact attention covers, and the number of
-    /// candidate keys that are left to the linear tail.
+    /// For each (key head, batch entry, query): the number of visible keys that exact attention covers, and the number
+    /// of visible keys that it omits.
     pub(crate) fn token_counts(&self) -> Vec<(u32, u32)> {
         let (batch, len) = (self.shape.batch(), self.shape.query_len());
         let mut token_counts = vec![(0, 0); self.blocks.key_heads * batch * len];

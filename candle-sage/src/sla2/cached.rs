@@ -1,4 +1,4 @@
-//! SLA2 for tokens that follow earlier tokens: keys, values and the tail's sums are kept from call to call.
+//! SLA2 for tokens that follow earlier tokens: keys, values and the tail's state are kept from call to call.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
@@ -20,14 +20,14 @@ pub struct Sla2Cache {
     settings: Option<Settings>,
     /// Whether a call began and did not end.
     failed: bool,
-    /// The last queries so far. The router averages some of them to select blocks for the next block of queries.
+    /// The last [`Settings::pool`] queries, for the mean from which the router selects blocks of keys.
     recent: Option<Tensor>,
     /// Number of candidates: the whole blocks of keys before the current block of queries.
     candidates: usize,
     /// The mean key of each candidate, projected by the router: (batch, key heads, candidates, head_dim).
     means: Option<Tensor>,
-    /// The tail's state of each candidate ([`Tail::Complement`]), or the sum of these states ([`Tail::Past`]). See
-    /// [`states`].
+    /// With [`Tail::Complement`]: the tail's state for each candidate block of keys. With [`Tail::Past`]: the sum of
+    /// these states. See [`states`].
     states: Option<Tensor>,
     block: Option<Block>,
 }
@@ -48,7 +48,7 @@ struct Settings {
 struct Block {
     /// Keys and values of the selected blocks, (batch, keys, key heads, head_dim).
     selected: Option<[Tensor; 2]>,
-    /// Number of keys in the candidates that are not selected.
+    /// Number of keys in candidate blocks that are not selected.
     left: usize,
     /// The tail's state; `None` without a tail, or if all candidates are selected.
     tail: Option<Tensor>,
@@ -263,7 +263,7 @@ impl Sla2 {
     }
 
     /// Selects the blocks of keys for the block of queries that begins at token `first`. The router uses the mean of
-    /// the queries in `window`, the last of which is token `first`.
+    /// the queries in `window`, which ends with token `first`.
     fn begin_block(
         &self,
         router: &Router,
@@ -312,7 +312,8 @@ impl Sla2 {
         let left = (candidates - count) * block;
         let tail = match (&cache.states, self.tail) {
             (Some(sum), Some(Tail::Past)) if left > 0 => Some(sum.squeeze(2)?),
-            // Sums the unselected blocks' states. Subtracting the others from a total would lose digits (cancellation).
+            // Sums the unselected blocks' states. Subtracting the selected blocks' states from a total would lose
+            // digits (cancellation).
             (Some(all), Some(Tail::Complement)) if left > 0 => {
                 let in_tail =
                     |list: &Vec<u32>, at: usize| if list.contains(&(at as u32)) { 0f32 } else { 1.0 };

@@ -65,7 +65,7 @@ impl Router {
             || query.dtype() != DType::F32
             || key.dtype() != DType::F32
         {
-            return Err(Error::shape("the router's two matrices do not match")
+            return Err(Error::shape("the router's two matrices have the wrong shape or type")
                 .got(shapes_of(&[("query", &query), ("key", &key)]))
                 .allowed("two of (key heads, head_dim, head_dim) in f32")
                 .hint("`Router::new` makes a matching pair of identity matrices")
@@ -110,7 +110,7 @@ impl Router {
         Ok(router)
     }
 
-    /// The matrices `Rq` of the queries and `Rk` of the keys.
+    /// The router's matrices: `Rq` for queries, `Rk` for keys.
     pub fn weights(&self) -> [&Tensor; 2] {
         [&self.query, &self.key]
     }
@@ -120,7 +120,8 @@ impl Router {
     }
 
     /// The scores: (key heads, blocks of queries, columns). A column is a block of keys: see [`Blocks::first_column`].
-    /// `q` and `k` are the blocks' means: (key heads, blocks of all batch entries or documents, head_dim).
+    /// `q` has a mean of queries for each block of queries, and `k` a mean of keys for each block of keys. Both are
+    /// (key heads, blocks of all batch entries or documents, head_dim).
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
@@ -141,8 +142,8 @@ impl Router {
     }
 }
 
-/// The sums `-sum mass log softmax(scores)` and `sum mass`, with the softmax over the candidates of each row. Their
-/// quotient is a cross-entropy.
+/// The two sums of [`Sla2::router_loss_sums`](super::Sla2::router_loss_sums). `mass` is the `T` of
+/// [`Sla2::router_loss`](super::Sla2::router_loss).
 pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<[Tensor; 2]> {
     let columns = blocks.columns();
     let mut hidden = Vec::with_capacity(blocks.rows() * columns);
@@ -157,8 +158,8 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // If no block of queries has a candidate, both sums are 0. Adding the smallest normal number to the divisor makes
-    // their quotient 0 instead of NaN.
+    // Callers divide the first sum by the second. If no block of queries has a candidate, both are 0. Adding the
+    // smallest normal number to the second makes the quotient 0 instead of NaN.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])
 }

@@ -14,16 +14,16 @@ use crate::shape::AttentionShape;
 /// quotient divides by the square of the divisor, so the square of this number must not be 0 in f32.
 const TINY: f64 = 1e-15;
 
-/// Limit of `logits - peak`, so that its exponential stays finite.
+/// Upper limit of the exponents in [`Sla2::apply_soft`], so that their exponentials are finite.
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
     /// Computes the output with a soft selection instead of [`Sla2::select`]. For a block of queries `I`, each
-    /// candidate block `J` has a weight `m_IJ` between 0 and 1: [`soft_top_k`] of the router's scores and `tau`.
-    /// Query, key, value, `theta` and the router's matrices receive gradients.
+    /// block of keys `J` that `I` may select has a weight `m_IJ` between 0 and 1: [`soft_top_k`] of the router's
+    /// scores and `tau`. Query, key, value, `theta` and the router's matrices receive gradients.
     ///
-    /// The formulas of [`Sla2`] change as follows. `c` is the softmax scale, and `w_ij` is `m_IJ` in candidate blocks
-    /// and 1 in blocks that are always seen.
+    /// The formulas of [`Sla2`] change as follows. `c` is the softmax scale. `w_ij` is `m_IJ` in the blocks that `I`
+    /// may select, and 1 for all other keys that query `i` sees.
     ///
     /// ```text
     /// Os_i = sum_j w_ij exp(c q_i . k_j) v_j / sum_j w_ij exp(c q_i . k_j)
@@ -102,7 +102,7 @@ impl Sla2 {
                         let unseen = (left.sum_keepdim(D::Minus1)?.relu()? + TINY)?.log()?;
                         sigmoid(&theta.broadcast_add(&(seen - unseen)?)?)?
                     }
-                    // The share of `sparse` is 1 where `has_tail` is 0.
+                    // Where `has_tail` is 0, the share is 1: the output is `sparse`.
                     Alpha::Constant => {
                         let share = sigmoid(&theta)?.broadcast_mul(&masks.has_tail)?;
                         share.broadcast_sub(&(&masks.has_tail - 1.0)?)?
@@ -118,8 +118,8 @@ impl Sla2 {
     /// between [`Sla2::apply_soft`] and unquantized dense attention. The loss is a scalar in f32, differentiable with
     /// respect to the router and `theta`; query, key and value are detached.
     ///
-    /// [`Sla2::router_loss`] trains the router at least as well as this loss. It also runs on every device, and does
-    /// not keep all pairs of tokens in memory.
+    /// [`Sla2::router_loss`] trains the router at least as well as this loss. Unlike this loss, it runs on every
+    /// device and does not keep all pairs of tokens in memory.
     ///
     /// # Errors
     /// As [`Sla2::apply_soft`].
@@ -147,16 +147,18 @@ fn weighted_mean(weights: &Tensor, value: &Tensor) -> Result<Tensor> {
 
 /// Which keys the queries see, as tensors.
 struct Masks {
-    /// 0 for candidate blocks of keys, else minus infinity: (1, 1, blocks of queries, blocks of keys).
+    /// 0 where a block of queries may select a block of keys, else minus infinity: (1, 1, blocks of queries, blocks of
+    /// keys).
     hidden: Tensor,
-    /// The block of each query, and of each key.
+    /// The index of each query's block.
     query_blocks: Tensor,
+    /// The index of each key's block.
     key_blocks: Tensor,
-    /// 1 for keys of candidate blocks: (1, 1, queries, keys).
+    /// 1 where a key is in a block that the query may select: (1, 1, queries, keys).
     candidates: Tensor,
     /// 1 where a query sees a key that is not in a candidate block (`Blocks::candidates`): (1, 1, queries, keys).
     always: Tensor,
-    /// 1 for queries with more candidates than are selected: (1, 1, queries, 1).
+    /// 1 for queries with more candidate blocks of keys than they select, else 0: (1, 1, queries, 1).
     has_tail: Tensor,
 }
 

@@ -8,15 +8,15 @@ use crate::ops::mixture::Mixture;
 /// The backward of one forward: see [`Sla2::vjp`](crate::Sla2::vjp).
 pub struct Sla2Vjp {
     pub(super) attention: AttentionVjp,
-    /// Query, key, value, the output of exact attention, and `theta`.
+    /// The inputs of [`Mixture`]: query, key, value, the output of attention over the selected blocks, and `theta`.
     pub(super) inputs: [Tensor; 5],
     /// `None` without a tail. The inner tensor is the tail's output, if the forward kept it.
     pub(super) mixture: Option<(Mixture, Option<Tensor>)>,
 }
 
 impl Sla2Vjp {
-    /// Only the gradient of `theta` for the output's gradient `dout`. Does not run attention's backward. The gradient
-    /// is zero without a tail.
+    /// Only the gradient of [`Sla2`](crate::Sla2)'s `theta` for the output's gradient `dout`. Does not run attention's
+    /// backward. The gradient is zero without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

@@ -1,4 +1,4 @@
-//! Tests that Attn-QAT agrees with its definition in f64, and has the effects that it is designed for.
+//! Compares Attn-QAT with its definition in f64, and tests the effects of its settings.
 
 use candle_core::{DType, Result};
 use candle_sage::nvfp4::{Axis, Packed, Scale, e2m1};
@@ -34,8 +34,8 @@ fn fake_quantize(
     out
 }
 
-/// The definition of Attn-QAT in f64: dQ and dK are the gradients of exact attention on the rounded tensors. O is
-/// computed from quantized probabilities; so is dV with `requantized_p`.
+/// The definition of Attn-QAT in f64: dQ and dK are the gradients of exact attention on the quantized Q, K and V. O
+/// is computed from quantized probabilities; so is dV with `requantized_p`.
 fn definition(case: &Case, settings: &AttnQat) -> Results {
     assert!(settings.smoothing == Smoothing::None && settings.matched_recomputation);
     let (shape, d, (hq, hk)) = (case.shape(), case.head_dim, case.heads);
@@ -132,12 +132,12 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
 }
 
 /// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from delta, a sum whose
-/// terms cancel. In O and dV an FP4 value can differ, if f32 and f64 put a probability, or its scale, on different
-/// sides of a midpoint. About 8 * 2^-20 of the FP4 values differ, so 2e-3 of the rows of 300 probabilities contain one
-/// that differs. A different scale affects 16 rows of dV. Therefore the limit of 4e-6 excludes the tenth of the rows
-/// with the largest errors. An FP4 value that differs is off by a quarter of its size. All of them change the tensor by
-/// 7e-4 of its norm. The limit for whole tensors is higher, 5e-3: if a query sees few keys, a single FP4 value that
-/// differs changes the query's output more.
+/// terms cancel. An FP4 probability in O or dV differs from `definition`'s if f32 and f64 put it, or its scale, on
+/// different sides of a midpoint. About 8 * 2^-20 of the FP4 values differ, so 2e-3 of the rows of 300 probabilities
+/// contain one that differs. A different scale affects 16 rows of dV. Therefore the tenth of the rows of O and dV with
+/// the largest errors may exceed the limit of 4e-6. An FP4 value that differs is off by a quarter of its size. All
+/// these values together change O or dV by 7e-4 of its norm. The limit for whole O and dV is higher, 5e-3: if a query
+/// sees few keys, a single FP4 value that differs changes the query's output more.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -172,14 +172,13 @@ fn results_are_those_of_the_definition() -> Result<()> {
     Ok(())
 }
 
-/// Results of Attn-QAT and of unquantized attention, which is exact to 4e-6.
 fn against_unquantized(case: &Case, settings: AttnQat) -> Result<(Results, Results)> {
     Ok((case.run(settings.into(), DType::F32)?, case.run(Scheme::Unquantized, DType::F32)?))
 }
 
-/// Probabilities relative to the row's sum, as in the paper's text, are flushed to zero where attention is diffuse.
-/// Their contributions to dV are then missing. In a simulation at N 4096 and head_dim 128 the cosine between dV and the
-/// exact dV is .225, and .986 with probabilities relative to the row's maximum.
+/// `PReference::Literal` makes the backward's probabilities relative to the row's sum. Where attention is diffuse,
+/// NVFP4 rounds them to zero, and their contributions to dV are missing. In a simulation at N 4096 and head_dim 128,
+/// the cosine between dV and the exact dV is .225, and .986 if the probabilities are relative to the row's maximum.
 #[test]
 fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     let case = Case::new(1, (4096, 4096), (1, 1), 128, false);
@@ -195,8 +194,8 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     Ok(())
 }
 
-/// Without a scale for each head, values of V far from 1 lose their precision in NVFP4. With such scales, which are
-/// powers of two, V times a power of two gives exactly the output times the same power of two.
+/// Values of V far from 1 lose their precision in NVFP4. With a scale for each head, multiplying V by a power of two
+/// multiplies the output by exactly the same number, because the scales are powers of two.
 #[test]
 fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
     let case = Case::new(1, (100, 100), (4, 2), 32, true);
@@ -227,9 +226,9 @@ fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
 }
 
 /// If the mean of K over tokens is not zero and rows of dS do not sum to zero, the mean adds an error to dQ. In a
-/// simulation outside this test (means of standard deviation 3, N 1024, head_dim 128) dQ's relative L2 error is .42 if
-/// dS uses the output from unquantized P (`AttnQat::high_precision_output`), otherwise .78. If K's mean is zero both
-/// errors are equal.
+/// simulation outside this test (channel means of K with standard deviation 3, N 1024, head_dim 128) dQ's relative L2
+/// error is .42 with `AttnQat::high_precision_output`, and .78 without it. If K's mean is zero, these two errors are
+/// equal.
 #[test]
 fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     let mut errors = Vec::new();

@@ -24,7 +24,7 @@ fn run(case: &Case, attention: &Attention, bias: &Var) -> Result<([Vec<f64>; 4],
     Ok(([values(&out)?, gradient(&q)?, gradient(&k)?, gradient(&v)?], gradient(bias)?))
 }
 
-/// A bias of minus slope times distance equals ALiBi, up to f32 sums in another order.
+/// A bias of minus slope times distance equals ALiBi, except for f32 rounding.
 #[test]
 fn slopes_as_a_bias_are_alibi() -> Result<()> {
     let mut cases = vec![
@@ -41,7 +41,8 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
         case.alibi_slopes = slopes(case.heads.0);
         let exact = case.exact();
         let (queries, keys) = case.lens;
-        // A document has as many queries as keys here, so that distances inside it equal those in the whole sequence.
+        // A packed document's queries and keys have the same indices, so `distance` can use indices of the whole
+        // sequence.
         let distance = |i: usize, j: usize| (i as f32 + keys as f32 - queries as f32 - j as f32).abs();
         let of_head = |slope: &f32| {
             let slope = *slope;

@@ -13,7 +13,7 @@ fn pages(folder: &Path) -> Vec<PathBuf> {
     all.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect()
 }
 
-/// The targets of a page's links to files, without anchors.
+/// The files that a page links to; anchors are removed.
 fn links(text: &str) -> Vec<String> {
     // Brackets in code are not links.
     let prose = text.split("```").step_by(2).flat_map(|part| part.split('`').step_by(2));

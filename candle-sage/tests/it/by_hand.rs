@@ -75,8 +75,8 @@ fn backwards(place: &Case) -> Result<()> {
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
     let expected = graph(&out, &dout, &[&gate, &up])?;
-    // Gate and up as separate tensors, as views of one tensor, as a view and a separate tensor, with channels that are
-    // not adjacent, and with rows at unequal distances.
+    // Layouts of gate and up: separate tensors, views of one tensor, a view and a separate tensor, channels that are
+    // not adjacent, rows at unequal distances.
     let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
     let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
     let turned = [gate.t()?.contiguous()?.t()?, up.t()?.contiguous()?.t()?];
@@ -108,7 +108,7 @@ fn backwards(place: &Case) -> Result<()> {
         let (dx, dweights) = ops::qk_norm_rope_backward(&[grad], [&cos, &sin], 1e-6, style)?;
         same("qk_norm_rope", &dx, &expected[0])?;
         same("its weight", &dweights[0], &expected[1])?;
-        // Query and key, which has fewer heads, are views of one tensor.
+        // Query and key are views of one tensor.
         let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
         let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
         same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;
@@ -139,7 +139,7 @@ fn backwards(place: &Case) -> Result<()> {
     same("embedding", &ops::embedding_backward(&ids, &dout, 50)?, &graph(&out, &dout, &[&table])?[0])
 }
 
-/// Norms with a residual stream: rows that fit into the registers of a GPU, and rows that do not.
+/// `residual_rms_norm` and `rms_norm_backward`, for rows that a GPU kernel can keep in registers, and for longer rows.
 fn norms(place: &Case) -> Result<()> {
     let mut normals = Normals::new(2);
     for dims in [[700, 64], [5, 7], [9, 1024], [3, 20_000]] {
@@ -155,7 +155,7 @@ fn norms(place: &Case) -> Result<()> {
         same("dx", &dx, &expected[0])?;
         same("dweight", &dweight, &expected[1])?;
         let [dx, dweight] = ops::rms_norm_backward(&x, &weight, &dout, Some(&other), 1e-6)?;
-        // Autograd rounds once more than `rms_norm_backward`.
+        // `sum` is rounded one time more than `dx`.
         let sum = (&expected[0] + other.as_tensor())?;
         close("dx past the norm", &dx, &sum, 2.0 * place.rounding())?;
         same("dweight", &dweight, &expected[1])?;
@@ -163,8 +163,9 @@ fn norms(place: &Case) -> Result<()> {
     Ok(())
 }
 
-/// Compares `product_into` with f64. An f32 sum of 70 terms errs by at most 70 * 2^-24 times the sum of the terms'
-/// absolute values. Here the L2 norm of these sums of absolute values is below 8.4 times the L2 norm of the results.
+/// Compares `product_into` with f64. Each result is an f32 sum of 70 terms: it errs by at most 70 * 2^-24 times the
+/// sum of the terms' absolute values. In the L2 norm over all results, the sums of absolute values are below 8.4 times
+/// the results.
 fn products(place: &Case) -> Result<()> {
     let mut normals = Normals::new(3);
     let (rows, inner, cols) = (33, 70, 24);
@@ -220,7 +221,8 @@ fn loss(place: &Case) -> Result<()> {
         let expected = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
         let grads = expected.backward()?;
         let grad = |var: &Var| grads.get(var).expect("a gradient").to_dtype(DType::F32);
-        // The gradient is added to a `dweight` of 0.01. The larger limit for `dweight` allows for rounding these sums.
+        // The gradient is added to a `dweight` of 0.01. This addition rounds, so `dweight` has a larger error limit
+        // than `dhidden`.
         let dweight = (Tensor::ones((classes, width), DType::F32, &place.device)? * 0.01)?;
         let (loss, dhidden) =
             ops::linear_cross_entropy_into(&dweight, &hidden, &weight, &targets, settings, 0.5)?;

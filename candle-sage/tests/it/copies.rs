@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::copy_heads;
 
-/// Numbers that are exact in f16 and bf16, and repeat rarely.
+/// Whole numbers below 255, which are exact in f16 and bf16. They repeat after 255 elements.
 fn numbers(dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
     let (a, b, c, d) = dims;
     let all = (0..a * b * c * d).map(|n| ((n * 97) % 255) as f32).collect();
@@ -37,7 +37,7 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             // Copied values are not negative, so elements that are still -1 were not written.
             let untouched = values(&out)?.iter().filter(|&&x| x == -1.0).count();
             assert_eq!(untouched, out.elem_count() - part.elem_count(), "{what}");
-            // The output has heads before tokens. The second copy reads a broadcast head.
+            // `turned` has heads before tokens. `one` is a broadcast head.
             let turned = Tensor::zeros((batch, heads, tokens, channels), dtype, device)?;
             copy_heads(&turned.transpose(1, 2)?, &part)?;
             assert_eq!(values(&turned.transpose(1, 2)?)?, values(&part)?, "{what}");

@@ -1,5 +1,5 @@
-//! Attention on a GPU, compared with f64 and the CPU. Run `cargo test --features cuda -- --ignored` on a machine with
-//! a GPU.
+//! Attention on a GPU, compared with exact attention in f64 and with the same scheme on the CPU. Run
+//! `cargo test --features cuda -- --ignored` on a machine with a GPU.
 
 mod behaviour;
 mod score_mod;
@@ -19,9 +19,9 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// As in FlashAttention-3's tests, the error against f64 is at most a multiple of the error of a reference, plus
-/// roundings. The reference is the same scheme on the CPU. The GPU rounds unquantized P and dS to 16 bit, each by up to
-/// about 2^-9 (bf16) or 2^-12 (f16) of its norm. The limit allows two such roundings.
+/// Compares the errors of the GPU and the CPU against f64. As in FlashAttention-3's tests, the GPU's error is at most a
+/// multiple of the CPU's error, plus roundings. The GPU rounds unquantized P and dS to 16 bit, each by up to about 2^-9
+/// (bf16) or 2^-12 (f16) of its norm. The limit allows two such roundings.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
     Ok(())
@@ -58,9 +58,9 @@ pub(crate) fn check_against(
 /// values are equal. The GPU rounds P, dS and the high-precision output O' to 16 bit, each by up to about 2^-9 (bf16)
 /// or 2^-12 (f16) of its norm, and then rounds the results. The GPU also adds in another order, so a few probabilities
 /// get another FP4 value, which changes a result by up to 5e-3 of its norm
-/// (`attn_qat::results_are_those_of_the_definition`). Without matched recomputation, only the GPU rounds a smoothed K
-/// to 16 bit, so logits differ by about 2^-9. Then about one in a hundred of the probabilities that are quantized for
-/// dV gets another FP4 value.
+/// (`attn_qat::results_are_those_of_the_definition`). With smoothing but without matched recomputation, the GPU's
+/// backward rounds K minus its mean to 16 bit; the CPU's does not. Then the backward's logits differ by about 2^-9, and
+/// about one in a hundred of the probabilities that are quantized for dV gets another FP4 value.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;

@@ -81,11 +81,11 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Matmuls of the same FP8 values on GPU and CPU. Tensor cores accumulate with about 14 bits. `Fp8Sums::F32` adds their
-/// partial sum to an f32 sum every 128 terms, which are four steps of 32 terms. Each step errs by up to 2^-14 of the
-/// partial sum, so four steps by 2^-12. The limit is twice that. For `Fp8Sums::Fast` it is multiplied by
-/// sqrt(k / 128), as if the errors of every 128 terms were independent. The limit also allows one rounding to the
-/// result's type.
+/// Matmuls of the same FP8 values on GPU and CPU. Tensor cores accumulate with about 14 bits. With `Fp8Sums::F32`,
+/// their partial sum is added to an f32 sum every 128 terms, which are four steps of 32 terms. Each step errs by up to
+/// 2^-14 of the partial sum, so four steps by 2^-12. The allowed relative error is twice 2^-12. With `Fp8Sums::Fast`,
+/// this is multiplied by sqrt(k / 128), as if the errors of every 128 terms were independent. One rounding to the
+/// result's type is allowed in addition.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {
@@ -124,9 +124,9 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
-            // The transposes, by which the backward of a linear map multiplies. All terms on the diagonal of B^T B are
-            // positive, so rounding errors do not cancel. Each of a partial sum's 128 terms errs by up to 2^-14 of the
-            // sum, and by half of that on average: by 2^-8 in total.
+            // The transposes, by which the backward of a linear map multiplies. A diagonal element of B^T B is a sum of
+            // squares. Each of the 128 additions to its partial sum truncates up to 2^-14 of that sum, and 2^-15 on
+            // average. These errors have the same sign and add up to 2^-8.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -186,9 +186,9 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A cross-entropy in FP8. The GPU's logits differ from the CPU's: in f32 by errors of sums (up to 2^-11), in 16 bit by
-/// rounding. If logits differ by e, a fraction 4 * e of their gradients rounds to another E5M2 value, a fifth larger or
-/// smaller. The relative error of the gradients is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
+/// A cross-entropy in FP8. The GPU's logits differ from the CPU's by e: up to 2^-11 in f32 (errors of sums), 2^-8 in
+/// bf16 (rounding). Then a fraction 4 * e of the logits' gradients rounds to another E5M2 value, a fifth larger or
+/// smaller. This is a relative error of sqrt(4 * e) / 5: .01 in f32, .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
@@ -228,22 +228,23 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
     assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
     for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
         let other = got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
-        // Rounding to bf16 changes one E4M3 value in 2^5; rounding to f16 changes one in 2^8.
+        // The plain operator rounds its output to `dtype` before it quantizes. Rounding to bf16 changes one E4M3 code
+        // in 32, rounding to f16 one in 256.
         let limit = match dtype {
             DType::F32 => 1e-4,
             DType::BF16 => 0.05,
             _ => 0.01,
         };
         println!("{name} {:?} {dtype:?}: {other:.1e} of the codes differ", plain.len());
-        // If there are few values, a few more may differ by chance.
+        // In a small matrix, the fraction may be larger by chance, so five more codes may differ.
         assert!(other <= limit + 5.0 / plain.len() as f64, "{name} {dtype:?}: {other}");
     }
     Ok(())
 }
 
 /// A fused kernel computes the plain operator's output in f32, and quantizes it. The compiler may fuse multiplications
-/// and additions differently in the two, so one code in ten thousand may differ. In 16 bit more codes differ, because
-/// the plain operator rounds its output before quantization: see `check`.
+/// and additions differently in the two kernels, so one code in ten thousand may differ. In 16 bit more codes differ,
+/// because the plain operator rounds its output before quantization: see `check`.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {

@@ -16,8 +16,8 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Both devices sum in f32, in different orders: the longest sums here have 4096 terms, with an error of
-/// sqrt(4096) * 2^-24 on each device.
+/// Limit of the relative difference between the CPU's and the GPU's f32 sums, which have different orders. The longest
+/// sums here have 4096 terms, with an error of sqrt(4096) * 2^-24 on each device.
 const SUMS: f64 = 8e-6;
 
 type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -56,7 +56,7 @@ fn run(
 }
 
 /// Compares the GPU in each type with the CPU in f32 on the same numbers. Two runs on the GPU must be bit-identical.
-/// GPU and CPU may differ by `roundings` times [`rounding`]. `roundings` is 1, unless the op calls candle's matmul.
+/// GPU and CPU may differ by `roundings` times [`rounding`], plus [`SUMS`].
 fn check(name: &str, inputs: &[(Vec<f32>, Vec<usize>)], roundings: f64, op: Op<'_>) -> Result<()> {
     for dtype in DTYPES {
         let got = run(&gpu(), dtype, dtype, inputs, op)?;
@@ -78,9 +78,9 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
-/// (rows, width): rows that one thread, one warp or one thread block processes; rows that exceed the registers of a
-/// thread block (8192 elements in f32, 16384 in 16 bit, 2048 without vector loads; half of these numbers in
-/// layer_norm's backward); more rows than the backward's largest grid, 528 thread blocks, processes at once.
+/// (rows, width). A row is processed by one thread, by up to one warp, or by a thread block. Some rows exceed a thread
+/// block's registers: 8192 elements in f32, 16384 in 16 bit, 2048 without vector loads (half of each in layer_norm's
+/// backward). Some inputs have more rows than the backward's largest grid, 528 thread blocks, processes at once.
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -153,8 +153,8 @@ fn rms_norm_takes_a_weight_of_another_type() -> Result<()> {
             Ok(vec![values(&out)?, grad(&x)?, grad(&weight)?])
         };
         for (got, expected) in results(&gpu())?.iter().zip(&results(&Device::Cpu)?) {
-            // Both devices round the output, compute its gradient as twice the rounded output, and round the gradients
-            // of x and weight. Near a midpoint the devices may round to different sides.
+            // The loss sums the squares of the rounded outputs, and the gradients of x and weight are rounded. Near a
+            // midpoint the GPU and the CPU may round to different sides.
             let limit = 4.0 * rounding(of_x).max(rounding(of_weight));
             let error = relative_l2(got, expected);
             assert!(error <= limit, "{of_x:?}, {of_weight:?}: {error:.1e}");
@@ -179,7 +179,7 @@ fn rms_norm_of_huge_elements_does_not_overflow() -> Result<()> {
     Ok(())
 }
 
-/// (batch, sequence, heads, head_dim). The head_dims need different numbers of lanes: from one to more than a warp.
+/// (batch, sequence, heads, head_dim). Depending on head_dim, the kernels use from one to more than 32 threads a head.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 2),
     (2, 5, 3, 6),
@@ -349,9 +349,9 @@ fn cross_entropy() -> Result<()> {
     Ok(())
 }
 
-/// Limit of the relative error, in multiples of [`rounding`]. Rounding a logit to the type changes its exponential by
-/// up to `|logit|` multiples, here up to three. One multiple each is for rounding the logits' gradient, the result of
-/// the matmul with this gradient, and the scaled result.
+/// Limit of the relative error, in multiples of [`rounding`]. Rounding a logit x changes exp(x) by up to `|x|`
+/// multiples, and `|x|` is mostly below 3. Three more roundings add one multiple each: of the logits' gradient, of its
+/// matmul's result, and of that result after the backward multiplies it by a scalar.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]

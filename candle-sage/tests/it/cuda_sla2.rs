@@ -1,4 +1,4 @@
-//! Selected blocks, the linear tail, the mixture and the router on a GPU, compared with f64 and the CPU.
+//! Attention to selected blocks, SLA2 and its router on a GPU, compared with f64 and the CPU.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Alpha, Tail};
@@ -109,7 +109,6 @@ fn long_inverse_lists_are_split() -> Result<()> {
     for (seed, mut case) in cases.into_iter().enumerate() {
         case.draw(1.0, seed as u64);
         case.round_to(DType::BF16)?;
-        // Two of every three query blocks select block 0. All query blocks select block 5 and their last candidate.
         let selection = Selection::from_lists(&case.shape(), BLOCKS, &Device::Cpu, |at| {
             let wanted =
                 |block: usize| block + 1 == at.candidates || block == 5 || (block == 0 && at.block % 3 > 0);
@@ -128,10 +127,10 @@ fn long_inverse_lists_are_split() -> Result<()> {
                 let got = case.run_on(&device, &attention, DType::BF16)?;
                 let what = format!("{scheme}, {:?}", case.shape());
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
-                // f32 sums are in another order than with `deterministic`, so a few elements of dK or dV round to a
-                // neighboring bf16 value. SageBwd's sm_80 backward, which runs for smoothed Q, adds a large offset to
-                // dK's sums. It subtracts the offset every few tiles, and after a thread block's last tile. The
-                // rounding errors of these large sums are as large as the error of one rounding to 16 bit.
+                // The f32 terms of dK and dV are added in another order than with `deterministic`, so a few elements
+                // round to a neighboring bf16 value. In SageBwd's sm_80 backward, which runs for smoothed Q, dK's f32
+                // sums contain a large offset until it is subtracted. The offset makes their rounding errors as large
+                // as the error of one rounding to bf16.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -163,7 +162,7 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
     Ok(())
 }
 
-/// Compares outputs and gradients on the GPU with f64: those of `Sla2::apply` with autograd, and those of `Sla2::vjp`.
+/// Checks the outputs and gradients of `Sla2::apply` (with autograd) and of `Sla2::vjp` on the GPU against f64 results.
 /// Returns the case.
 fn check_sla2(mut problem: Problem, (dtype, limit): (DType, f64)) -> Result<Case> {
     problem.case.round_to(dtype)?;
@@ -186,8 +185,8 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
 }
 
 /// Limits of the relative L2 error: five times the typical error of one rounding, 2^-9 in bf16 and 2^-12 in f16. Up to
-/// seven independent roundings affect a gradient; together, they err sqrt(7) times as much as one. Twice this error
-/// (about five) is allowed because dtheta depends on two outputs: attention's and the tail's.
+/// seven independent roundings affect a gradient; together, they err sqrt(7) times as much as one. The factor is
+/// five, about 2 sqrt(7), because dtheta depends on two outputs: attention's and the tail's.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }
@@ -195,8 +194,8 @@ fn limits() -> [(DType, f64); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
-    // Has so many heads that each chunk (`chunks` in `cuda/past_linear.rs`) contains several blocks of tokens. Its f64
-    // results take half a minute on one core, so only one type and one `Alpha` are tested.
+    // A case with so many heads that each chunk of a sequence (`chunks` in `cuda/past_linear.rs`) has several blocks of
+    // tokens. Its f64 results take half a minute on one core, so it is tested only in bf16 and with one `Alpha`.
     let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {
@@ -214,7 +213,7 @@ fn sla2_follows_f64() -> Result<()> {
     Ok(())
 }
 
-/// Tails without a kernel: candle's operators compute them in f32.
+/// Tails that no kernel computes: [`Tail::Complement`], and [`Tail::Past`] without a causal mask.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_with_other_tails_follows_f64() -> Result<()> {

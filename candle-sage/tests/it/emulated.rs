@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// The bodies of kernels that no program of `kernels/host` runs, by file.
 const NOT_EMULATED: [(&str, &str); 20] = [
-    // These kernels loop over rows, elements or ids. Tests on a GPU compare the kernels' results with the CPU's.
+    // Not emulated, because they only loop over rows, elements or ids. Tests on a GPU compare them with the CPU.
     ("adamw.cu", "squares sum_partials update"),
     ("attn_bwd.cu", "finish"),
     ("blend.cu", "blend_forward"),
@@ -41,8 +41,8 @@ fn sources(folder: &Path, all: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-/// The names of the functions whose only argument has a type of `params`, and of the kernels. A kernel that only calls
-/// such a function is left out.
+/// The names of the kernels, and of the functions whose only argument has a type from the C++ namespace `params`. A
+/// kernel that only calls such a function is left out.
 fn bodies(text: &str) -> Vec<&str> {
     let lines = text.lines().zip(text.lines().skip(1).chain([""]));
     let names = lines.filter_map(|(line, following)| {

@@ -1,4 +1,4 @@
-//! FP8 matrices, their matmuls and the linear map, compared with f64.
+//! FP8 matrices, their matmuls and `fp8_linear`, compared with f64.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8S
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// The root mean square of a rounding error, divided by the largest power of two that is not above the value. With m
-/// bits of mantissa the spacing is 2^-m times this power. The error is uniform within half a spacing.
+/// The root mean square error of rounding x > 0, divided by the largest power of two that is at most x. With m bits of
+/// mantissa the spacing near x is 2^-m times this power. The error is uniform within half a spacing.
 pub(crate) fn rounding(format: Fp8Format) -> f64 {
     let spacing = if format == E4M3 { 2f64.powi(-3) } else { 2f64.powi(-2) };
     spacing / 12f64.sqrt()
@@ -254,7 +254,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
         (ops::fp8_quantize_parts(&codes, &vector, &[0..256, 256..512], &one, E4M3), "do not match"),
         (ops::fp8_quantize_parts(&vector, &vector, &[], &one, E4M3), "does not support this tensor"),
         (Fp8Matrix::from_codes(&codes, &one, E4M3).map(drop), "multiples of 16"),
-        (Fp8Matrix::from_codes(&zeros(16, 16)?, &one, E4M3).map(drop), "not FP8 values"),
+        (Fp8Matrix::from_codes(&zeros(16, 16)?, &one, E4M3).map(drop), "wrong type, shape or layout"),
     ];
     for (result, expected) in errors.into_iter().chain(of_head).chain(of_parts) {
         let error = result.expect_err(expected).to_string();
@@ -299,7 +299,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
     assert_eq!(scales.largest()?.to_vec1::<f32>()?, [15.0, 3000.0]);
     scales.rescale()?;
     assert_eq!(scales.state()?, [[0.25, 15.0], [0.25, 3000.0]]);
-    // With `set_largest` a process stores the maxima over all processes. Non-finite values change nothing.
+    // `set_largest` replaces the largest values since the last step. Non-finite values are ignored.
     of(&scales, 0, f32::NAN)?;
     scales.set_largest(&Tensor::new(&[100f32, f32::INFINITY], &Device::Cpu)?)?;
     scales.rescale()?;

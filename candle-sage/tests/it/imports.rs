@@ -44,8 +44,7 @@ fn is_test(path: &Path) -> bool {
     ["cuda/selftest", "cuda/selftest.rs", "cuda/guard.rs"].iter().any(|end| path.ends_with(end))
 }
 
-/// Adds the imports of a module's files to `all`, except of test files and crate roots. Some imports are items of the
-/// crate's root, not modules.
+/// Adds the imports of a module's files to `all`, except of test files and crate roots.
 fn read(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_string();
@@ -115,7 +114,7 @@ fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
         } else {
             let source = std::fs::read_to_string(&entry).expect("a source");
             let within = if module.is_some() { "super::super::" } else { "super::" };
-            // Reads absolute paths into the folder, such as `crate::cuda::x`, as relative paths.
+            // Replaces absolute paths such as `crate::cuda::x` by relative paths.
             let source =
                 source.replace("crate::cuda::", "super::super::").replace("crate::model::", "super::super::");
             let (module, plain) = (module.unwrap_or(&name), source.replace("crate::", "elsewhere::"));

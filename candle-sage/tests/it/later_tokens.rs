@@ -7,7 +7,7 @@ use crate::support::Case;
 
 /// Multiplies the keys (`tensor` 1) or values (`tensor` 2) at positions 200 to 255 by 50. Returns the largest change of
 /// an output at positions 0 to 127, and at positions 192 to 199, both divided by the RMS of all outputs. Position 192
-/// begins a tile of 64 tokens and a group of 16 tokens. Both contain changed tokens.
+/// begins a tile of 64 tokens and a group of 16 tokens. The tile and the group contain changed tokens.
 fn changes(scheme: Scheme, tensor: usize) -> Result<[f64; 2]> {
     let (d, len, from) = (64, 256, 200);
     let mut case = Case::new(1, (len, len), (1, 1), d, true);

@@ -43,8 +43,8 @@ fn indentation(line: &str) -> usize {
     line.len() - line.trim_start().len()
 }
 
-/// The first line and the length of each function in a formatted source. The lines after the first are blank or have
-/// more indentation, except the closing brace in CUDA C++.
+/// The first line and the length of each function in a formatted source. The other lines of a function are blank or
+/// indented more than its first line, except the closing brace in CUDA C++.
 fn functions(text: &str, is_python: bool) -> Vec<(String, usize)> {
     let lines: Vec<&str> = text.lines().collect();
     let begins = |line: &str| {

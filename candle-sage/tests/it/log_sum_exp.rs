@@ -60,8 +60,8 @@ fn flat(x: &Tensor) -> Result<Vec<f64>> {
     x.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()
 }
 
-/// Checks the largest error of the log-sum-exps. For random tensors a and b, also checks the errors of the gradients of
-/// `sum(out * a) + sum(lse * b)`, relative to the norms of the gradients.
+/// Checks that the log-sum-exps are within `limits[0]` of [`Case::exact`]. Also checks the gradients of
+/// `sum(out * a) + sum(lse * b)`, for random a and b: their relative errors ([`relative_l2`]) are below `limits[1]`.
 fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits: [f64; 2]) -> Result<()> {
     let mut normals = Normals::new(61);
     let mut draw = |dims: &[usize], dtype| {

@@ -28,8 +28,8 @@ fn block(scheme: Scheme, qk_norm: bool, biases: Biases) -> Result<(VarMap, Tenso
 
 #[test]
 fn every_parameter_gets_a_finite_gradient() -> Result<()> {
-    // Llama, Qwen2, Qwen3, and Qwen3 with `attention_bias`.
     let int8 = Scheme::from(SageBwd::default());
+    // The layers of Llama, Qwen2, Qwen3, and Qwen3 with `attention_bias`.
     for (scheme, qk_norm, biases, count) in [
         (Scheme::Unquantized, false, Biases::None, 9),
         (int8, false, Biases::QueryKeyValue, 12),
@@ -86,7 +86,7 @@ fn decoder(attention: Attention, biases: Biases) -> Result<(SelfAttention, Rotar
     Ok((layer, rotary, Tensor::randn(0f32, 1., (2, 70, 32), &device)?))
 }
 
-/// The largest difference divided by the largest value.
+/// The largest absolute difference, divided by the largest absolute value of `b`.
 fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
     let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
     Ok(most(&(a - b)?)? / most(b)?)
@@ -209,7 +209,7 @@ fn positions_may_come_from_elsewhere() -> Result<()> {
     Ok(())
 }
 
-/// If the sequences of a batch start at different positions, each has the rotation and the gradients that it has alone.
+/// Sequences of a batch that start at different positions have the same rotation and gradients as in batches of 1.
 pub(crate) fn check_positions_by_batch(device: &Device) -> Result<()> {
     let rotary = Rotary::new(24, 16, 10000.0, RopeStyle::Halves, device)?;
     let norm = RmsNorm::new(Tensor::randn(1f32, 0.1, 16, device)?, 1e-6);

@@ -63,7 +63,7 @@ fn rotary_and_attention_take_heads_first() -> Result<()> {
     let attend = |q: &Tensor, k: &Tensor| attention.apply_heads_first(q, k, &v);
     let moved = attend(&rotary.forward_heads_first(&q, 5)?, &rotary.forward_heads_first(&k, 5)?)?;
     assert!(apart(&moved, &expected)? < F32);
-    // The call for (batch, sequence, heads, head_dim) rotates heads as if they were tokens, without an error.
+    // `forward` expects (batch, sequence, heads, head_dim): it rotates heads as if they were tokens, without an error.
     let wrong = attend(&rotary.forward(&q, 5)?, &rotary.forward(&k, 5)?)?;
     assert!(apart(&wrong, &expected)? > 0.1);
 
@@ -81,7 +81,8 @@ fn tables_that_fit_the_other_order_are_an_error_that_names_it() -> Result<()> {
     assert!(refused.to_string().contains("Rotary::forward_heads_first"), "{refused}");
     assert_eq!(ErrorKind::of(&refused), ErrorKind::Shape);
     let rotary = Rotary::from_tables(cos, sin, RopeStyle::Halves)?;
-    // From position 21, neither 4 nor 24 tokens fit the 24 rows of `cos` and `sin`: the error suggests no other order.
+    // From position 21, neither 4 nor 24 tokens fit the 24 rows of `cos` and `sin`: the error does not suggest
+    // `forward_heads_first`.
     assert!(!rotary.forward(&q, 21).expect_err("past the tables").to_string().contains("heads_first"));
     // From position 1, 24 tokens exceed the 24 rows of `cos` and `sin`. If the 4 heads were the tokens, they would fit.
     let refused = rotary.forward_heads_first(&q, 1).expect_err("past the tables");
@@ -114,7 +115,7 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     let [q, k, v] = &one;
     let out = Attention::default().causal(true).apply(q, k, v)?;
     let at_the_end = theirs(&one, AttnMask::causal_with_offset(24 - 8))?;
-    // candle-nn's function takes (batch, sequence, heads, head_dim) and returns (batch, heads, sequence, head_dim).
+    // candle-nn's `flash_attn` takes (batch, sequence, heads, head_dim) and returns (batch, heads, sequence, head_dim).
     assert_eq!((q.dims(), at_the_end.dims()), (&[1, 8, 4, 16][..], &[1, 4, 8, 16][..]));
     assert!(apart(&out, &at_the_end.transpose(1, 2)?)? < F32);
     assert!(apart(&out, &theirs(&one, AttnMask::causal())?.transpose(1, 2)?)? > 0.1);

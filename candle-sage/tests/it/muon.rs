@@ -55,9 +55,9 @@ const MATRICES: [MuonMatrix; 5] = [
 ];
 const PARAMETERS: usize = 130;
 
-/// Compares three steps in f32 with the definition in f64. The slopes of Polar Express's polynomials at zero have the
-/// product 8.3 * 4.1 * 3.9 * 3.3 * 2.3, about 2^10. So roundings of 2^-24 become less than 1e-4. Parameters before
-/// the first of `MATRICES` do not change.
+/// Compares three steps in f32 with the definition in f64. Polar Express multiplies rounding errors of 2^-24 by at most
+/// 8.3 * 4.1 * 3.9 * 3.3 * 2.3, about 2^10: less than 1e-4 of a step. The steps change the weights by less than a
+/// tenth, so the weights' error is below 1e-5. Parameters before the first of `MATRICES` do not change.
 #[test]
 fn follows_the_definition() -> Result<()> {
     for nesterov in [true, false] {
@@ -106,8 +106,8 @@ fn follows_the_definition() -> Result<()> {
     Ok(())
 }
 
-/// Compares NorMuon with its definition in f64: each row of a step is divided by the root of the row's running mean
-/// square, then the matrix's step is scaled back to its previous norm.
+/// Compares NorMuon with its definition in f64: each row of a matrix's step is divided by the root of the row's running
+/// mean square, then the step is scaled to the norm that it had before the division.
 #[test]
 fn rows_are_normalized() -> Result<()> {
     let mut muon = Muon::new(1.0);
@@ -195,7 +195,7 @@ fn singular_values_come_close_to_one() -> Result<()> {
     Ok(())
 }
 
-/// Zero gradients only decay weights; a non-finite gradient changes nothing; arguments that do not fit are errors.
+/// Zero gradients only decay weights; a non-finite gradient changes nothing; invalid arguments are errors.
 #[test]
 fn zeros_and_bad_gradients() -> Result<()> {
     let muon = settings(true, MuonScale::AdamW, Orthogonalization::PolarExpress);
@@ -227,7 +227,7 @@ fn zeros_and_bad_gradients() -> Result<()> {
             "the mean squares of rows do not fit",
         ),
         (odd.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None), "beta2 is out of range"),
-        // Copies of weights exist only on a GPU, and directions are f32 on a CPU.
+        // On a CPU, `copy` must be `None`, and `directions` must be f32.
         (muon.step(&state()?, &zeros, &sum, &[at(0)], None, Some(&zeros)), "do not fit together"),
         (
             muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None),

@@ -234,8 +234,8 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
     Ok(())
 }
 
-/// Several threads process a large input. Its outputs equal those of its parts, computed one by one. The gradient of a
-/// shared weight is the sum of the parts' gradients.
+/// For a large input, which several threads process, an operation's output equals the concatenated outputs for parts
+/// of the input. The weight's gradient is the sum of its gradients for the parts.
 #[test]
 fn large_inputs_are_the_sum_of_their_parts() -> Result<()> {
     const PARTS: usize = 4;
@@ -353,7 +353,7 @@ fn sixteen_bit_and_strided_inputs() -> Result<()> {
         let high = Var::from_tensor(&turned.to_dtype(DType::F32)?)?;
         let straight = high.permute((0, 3, 1, 2))?.contiguous()?;
         let (exact, exact_grad) = run(&high, straight, &weight.to_dtype(DType::F32)?)?;
-        // Up to three roundings: swiglu's second operand is rounded, and candle adds the two gradients of x in bf16.
+        // Swiglu has the most roundings to bf16: of its second operand, of the gradients of x, and of their sum.
         for (what, got, exact) in [("output", out, exact), ("gradient", grad, exact_grad)] {
             let error = relative_l2(&got, &exact);
             assert!(error < 3.0 * 2f64.powi(-9), "{name}: {what} off by {error:e}");

@@ -95,7 +95,8 @@ fn a_packed_bert_is_the_padded_one() -> Result<()> {
         let of =
             |gradients: &candle_core::backprop::GradStore| flat(gradients.get(variable).expect("a gradient"));
         let error = relative_l2(&of(&got)?, &of(&expected)?);
-        // The bias of Q, K and V. The bias of K shifts all logits of a query equally: its gradient is rounding error.
+        // The bias of `query_key_value`. K's part of the bias shifts all logits of a query equally, so the gradient of
+        // this part is rounding error.
         let vanishes = variable.dims() == [3 * WIDTH];
         assert!(error < if vanishes { 1e-4 } else { 1e-5 }, "{:?}: {error:e}", variable.dims());
     }

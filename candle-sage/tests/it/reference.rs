@@ -4,8 +4,8 @@ use candle_sage::{AttentionShape, Packing, reference};
 
 use crate::support::{Case, f64s, relative_l2};
 
-/// Gradient of `sum(out * dout)` by central differences. With step h = 1e-5 the truncation error is
-/// h^2 / 6 times the third derivative, about 1e-10, and the rounding error 1e-16 / h = 1e-11.
+/// Gradient of `sum(out * dout)` by central differences. With step h = 1e-5, the truncation error (h^2 / 6 times the
+/// third derivative) is about 1e-10, and the rounding error (1e-16 / h) is about 1e-11.
 fn differences(
     shape: &AttentionShape,
     scale: f64,

@@ -39,8 +39,8 @@ fn errors_reproduce_the_published_table() -> Result<()> {
 /// At sigma 1, dQ, dK and dV have smaller errors if the matmuls that compute them are not in INT8. At sigma 5 the
 /// errors are similar, because quantizing Q and K causes most of them.
 ///
-/// The expected errors of dK and dV with `FORWARD_AND_S` are from a simulation. The expected error of dQ is that of dK,
-/// because the simulation, unlike the op, computes dQ from quantized K.
+/// The expected errors of dK and dV with `FORWARD_AND_S` are from a simulation. The simulation computes dQ from
+/// quantized K, but the op does not. Therefore the expected error of dK is used for dQ too.
 #[test]
 fn matmuls_without_int8_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -121,7 +121,7 @@ fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
 }
 
 /// A vector added to every key does not change softmax and gradients. With smoothing the errors do not change. Without
-/// smoothing the vector takes most of the INT8 range (simulated errors: .189 for dQ, .0585 for O).
+/// smoothing the vector takes most of the INT8 range.
 #[test]
 fn smoothing_takes_out_a_key_bias() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -140,7 +140,7 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
 
 /// Smoothing with the mean of 64 of 1024 keys has at most 3 % larger errors than with the mean of all keys: for keys
 /// without a bias, with a bias of ten times their size, and with a bias that grows along the sequence. Where the bias
-/// grows, some errors are smaller, because neither mean fits all keys.
+/// grows, the mean of 64 keys makes some errors smaller, because neither mean fits all keys.
 #[test]
 fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -160,9 +160,8 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every value is added to the output and changes no gradient. With V smoothing, the vector changes
-/// the errors of O, dQ and dK by less than 10 %. In bf16 a channel of V has fewer distinct values, so their INT8
-/// rounding errors are correlated. Without V smoothing, the vector takes most of the INT8 range
+/// A vector added to every row of V is added to every row of O and changes no gradient. With V smoothing, the vector
+/// changes the errors of O, dQ and dK by less than 10 %. Without V smoothing, the vector takes most of the INT8 range
 /// of V, and in O = P V it is multiplied by the errors of P. Errors of O also reach dQ and dK, through
 /// delta = rowsum(dO o O).
 #[test]
@@ -193,8 +192,9 @@ fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     Ok(())
 }
 
-/// A call without smoothing, on keys minus the mean of other keys with the same bias, has the errors of a call with
-/// smoothing on the original keys, up to 5 %. (Averages over six seeds differ by at most 3 %: `benches/accuracy.rs`.)
+/// The keys of two cases have the same bias. Without smoothing, the mean of the second case's keys is subtracted from
+/// the first case's keys before the call. Each error differs by at most 5 % from that with smoothing. (Errors averaged
+/// over six seeds differ by at most 3 %: `benches/accuracy.rs`.)
 #[test]
 fn a_mean_known_beforehand_serves() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -236,9 +236,9 @@ fn tiny_output_gradients_keep_their_precision() -> Result<()> {
     Ok(())
 }
 
-/// Rows of dS sum to zero. If a channel of K is 1 everywhere, this channel of dQ is the row sums of dS. The sum of dK
-/// over the keys is (dS 1)^T Q, which is zero too. INT8 errors of 2 % in each row of dK, with random signs, make the
-/// sum's norm about 2 % of dK's norm. If the rows of dK were independent, the two norms would be about equal.
+/// Rows of dS sum to zero. So a channel of dQ is zero if this channel of K is 1 everywhere, and the rows of dK sum to
+/// zero. If each row of dK has an INT8 error of 2 % with a random sign, the norm of the sum of dK's rows is about 2 %
+/// of dK's norm. If the rows of dK were independent, the norm of their sum would be about dK's norm.
 #[test]
 fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     let (n, d) = (512, 64);
@@ -279,7 +279,7 @@ fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
         assert!(errors[n] < 1.1 * k_only[n], "{}: {errors:?}, K smoothing alone {k_only:?}", NAMES[n]);
     }
 
-    // Without the mean of Q's tiles, dK would be dS^T times centred queries: each query minus the mean of its tile.
+    // The test could not fail if dK hardly changed when the mean of each tile of Q is left out.
     let mut centred = case.data[0].clone();
     for rows in centred.chunks_mut(tile * d) {
         let count = (rows.len() / d) as f32;
@@ -334,9 +334,8 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The backward of the scheme with only the scores in INT8, computed in f64: `P` from quantized Q and K, `dP = dO V^T`
-/// from dO and V in bf16, and everything else unrounded, also `delta = rowsum(dO o O)`. Returns dQ, dK and dV of a
-/// causal case of one head, without smoothing.
+/// dQ, dK and dV of SageBwd with [`Int8Products::SCORES`], for a causal case of one head, without smoothing. They are
+/// computed in f64: `P` from quantized Q and K, and `dP = dO V^T` from dO and V in bf16. Nothing else is rounded.
 fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     let (n, d) = (case.lens.0, case.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
@@ -375,9 +374,9 @@ fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     [dq, dk, dv]
 }
 
-/// Checks that dP is computed from V and dO in bf16, and that delta is not rounded. The limit is that of unquantized
-/// attention, 4e-6. Rounding delta to bf16 would change dQ and dK by 8e-4; omitting the rounding of V or dO would
-/// change them by 2e-3. With `scores.dv(true)` dV is computed in INT8, so it is not compared.
+/// Checks that dP is computed from V and dO in bf16, and that delta is not rounded. Relative errors are below 4e-6, as
+/// in unquantized attention. Rounding delta to bf16 would change dQ and dK by 8e-4; omitting the rounding of V or dO
+/// would change them by 2e-3. With `scores.dv(true)` dV is computed in INT8, so it is not compared.
 #[test]
 fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
     for (n, d) in [(200, 32), (130, 64), (70, 16)] {

@@ -1,5 +1,5 @@
-//! Soft caps and ALiBi: the errors of every scheme, messages for invalid settings, and functions with the signatures of
-//! candle-flash-attn.
+//! Soft caps and ALiBi: the accuracy of every scheme, messages for invalid settings, and the functions that have
+//! candle-flash-attn's signatures.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
@@ -46,8 +46,8 @@ fn cases() -> Vec<[Case; 5]> {
         .collect()
 }
 
-/// The limit is 4e-6, as without a cap or slopes (`attention::unquantized_is_exact_up_to_f32_rounding`), plus 4e-6 for
-/// the hyperbolic tangent: its relative error is 2^-20, and logits are at most 4.
+/// The limit without a cap or slopes is 4e-6 (`attention::unquantized_is_exact_up_to_f32_rounding`). Here 4e-6 more are
+/// allowed for the cap's hyperbolic tangent: its relative error is 2^-20, and logits are at most 4.
 #[test]
 fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases().iter().flatten() {

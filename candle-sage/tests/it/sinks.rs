@@ -34,7 +34,8 @@ fn run(case: &Case, attention: &Attention, dtype: DType) -> Result<[Vec<f64>; 5]
     Ok([values(&out)?, grad(&q)?, grad(&k)?, grad(&v)?, grad(&sinks)?])
 }
 
-/// What `run` returns, computed by the oracle. The first key is the sink, which a window does not hide.
+/// What `run` returns, computed by the oracle, [`reference`]. Key 0 is additional: its logit is the sink, and every
+/// query sees it.
 fn exact(case: &Case) -> [Vec<f64>; 5] {
     let scale = 0.25; // 1 / sqrt(16)
     let with_sink = |rows: &[f32], of_head: &dyn Fn(usize) -> f64| -> Vec<f64> {
@@ -59,14 +60,14 @@ fn exact(case: &Case) -> [Vec<f64>; 5] {
     [out, grads.dq, grads.dk[row..].to_vec(), grads.dv[row..].to_vec(), sinks]
 }
 
-/// Removes the first channel of dQ. There the oracle's dQ also contains the additional key's term, which the op's dQ
-/// lacks.
+/// Removes the first channel of dQ. In this channel the oracle's dQ also contains a term of the key that replaces the
+/// sink. The op's dQ lacks this term.
 fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
 
-/// In f32 the results are exact up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and
-/// delta and the sink's gradient are sums over rounded outputs.
+/// In f32 the results are exact up to rounding. In bf16, O, dQ, dK and dV are each rounded by about 2^-9 of their norm.
+/// Delta and the sinks' gradient are computed from the rounded O.
 #[test]
 fn sinks_are_a_key_without_a_value() -> Result<()> {
     for (tokens, window) in [((70, 70), None), ((60, 130), None), ((150, 150), Some(40))] {
@@ -86,7 +87,8 @@ fn sinks_are_a_key_without_a_value() -> Result<()> {
     Ok(())
 }
 
-/// The limits of the errors are those of the low-bit tests without sinks.
+/// The limits are those of tests without sinks: `attention::sagebwd_follows_every_shape` and
+/// `widths::values_have_heads_of_another_width`.
 #[test]
 fn sinks_in_low_bits() -> Result<()> {
     let case = case((128, 128), None);

@@ -7,7 +7,6 @@ use candle_sage::{Packing, Router, Scheme, Selection, Sla2};
 
 use crate::support::{Case, Normals, f64s, pattern, random_selection, relative_l2};
 
-/// A case with its selection and the parameters of the mixture.
 pub(crate) struct Problem {
     pub(crate) case: Case,
     pub(crate) selection: Selection,
@@ -36,7 +35,7 @@ impl Problem {
         }
     }
 
-    /// The weight of exact attention, for each (batch, token, head). The linear tail has the rest (see `Alpha`).
+    /// The weight `a` of exact attention in the output, for each (batch, token, head). The linear tail has `1 - a`.
     fn shares(&self, theta: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let seen = pattern(&self.selection);
@@ -170,7 +169,7 @@ impl Problem {
         if dtype == DType::F32 {
             assert_eq!(graph, books, "with and without a graph");
         } else {
-            // In 16 bit, gradients may be rounded at different points with and without autograd.
+            // In 16 bit, `backward` and `vjp.apply` may round gradients at different points.
             for (a, b) in graph.iter().zip(&books) {
                 assert!(relative_l2(a, b) < 2f64.powi(-7), "with and without a graph");
             }
@@ -230,8 +229,8 @@ fn the_formulas_are_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The limit allows for an error of 8e-6 from f32 sums over up to 600 tokens (twice the limit of
-/// `unquantized_is_exact_up_to_f32_rounding`), and for rounding of the tail's states, which are sums over tokens.
+/// The limit is 2.5 times that of `unquantized_is_exact_up_to_f32_rounding`, because the tail also sums over tokens in
+/// f32.
 #[test]
 fn the_cpu_follows_the_formulas() -> Result<()> {
     let small = problems((16, 16), [150, 203], 16)?;
@@ -327,7 +326,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
                 let first = block - block.min(nearest);
                 assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
                 assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
-                // `list` also contains the `3 - nearest` candidates with the router's highest scores.
+                // The `3 - nearest` earlier blocks of keys with the router's highest scores are in `list`.
                 let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
                 let best = best.list(number, key_head, block)?;
                 assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");
@@ -375,12 +374,12 @@ fn first_blocks_are_dense_attention() -> Result<()> {
     Ok(())
 }
 
-/// A router whose query matrix starts as a permutation learns which blocks queries attend to.
+/// A router that starts with a wrong query matrix (permuted channels) learns which blocks of keys queries attend to.
 #[test]
 fn the_router_learns_where_the_mass_is() -> Result<()> {
     let (len, d) = (512, 16);
     let mut normals = Normals::new(11);
-    // The keys of a block share a direction; the queries of a block have the direction of one key block.
+    // A key is its block's direction plus noise. A query is 3 times the direction of block `looked_for`, plus noise.
     let blocks = len / 32;
     let (directions, turned) = (normals.vec(blocks * d, 1.0), |c: usize| (c + d / 2) % d);
     let noise = normals.vec(2 * len * d, 0.3);

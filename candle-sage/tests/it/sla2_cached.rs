@@ -10,7 +10,7 @@ use crate::sla2::{some_router, tensors};
 use crate::support::Case;
 
 /// Calls with a cache give the outputs of one call for the whole sequence, for any lengths of prompt and steps.
-/// With a cache, the tail's tokens are added in another order. Outputs near 1 may differ by 200 f32 roundings: 1e-5.
+/// With a cache, SLA2's tail sums over tokens in another order. Outputs near 1 may differ by 200 f32 roundings: 1e-5.
 #[test]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
     let case = Case::new(2, (200, 200), (4, 2), 32, true);
@@ -49,8 +49,8 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
 }
 
 /// The linear tail applies a softmax over channels to queries and keys. If these are large, nearly all weight is in one
-/// channel. Subtracting the selected blocks from sums over all blocks would lose the other channels. Outputs are at
-/// most about 4, and their errors about 4e-6.
+/// channel. If the tail's sums were differences (all blocks minus selected blocks), rounding would lose the other
+/// channels. Outputs are at most about 4, and their errors about 4e-6.
 #[test]
 fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);
@@ -101,8 +101,7 @@ fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     Ok(())
 }
 
-/// With a cache the layer rotates tokens by their position in the sequence. Outputs of calls with a cache have no
-/// gradient.
+/// A call with a cache rotates tokens by their positions in the sequence, not in the call. Its output has no gradient.
 #[test]
 fn a_layer_decodes_what_it_computes_at_once() -> Result<()> {
     let vars = VarMap::new();

@@ -43,7 +43,7 @@ fn unquantized_over_random_blocks_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// Lists of all blocks give the tiles of dense attention in the same order, so results must be bit-identical.
+/// A selection of all blocks has the same tiles in the same order as dense attention, so results must be bit-identical.
 #[test]
 fn every_block_listed_is_dense_attention_to_the_bit() -> Result<()> {
     for scheme in crate::support::schemes() {
@@ -83,8 +83,7 @@ fn errors_on_lists(products: Int8Products, sigma: f32) -> Result<[f64; 4]> {
     Ok(mean)
 }
 
-/// Errors are at most 1.1 times the errors of a simulation of SageBwd's quantization. We measured 0.87 to 0.99 times,
-/// because here dO has a scale per channel.
+/// Errors are at most 1.1 times the errors of a simulation of SageBwd's quantization. We measured 0.87 to 0.99 times.
 #[test]
 fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
     for (sigma, expected) in [
@@ -101,11 +100,11 @@ fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
     Ok(())
 }
 
-/// The forward of published SLA2 (`FORWARD`) is quantized. Its backward computes P from unquantized Q and K, and from
-/// the forward's log-sum-exp, so P's rows do not add up to 1. With `FORWARD_AND_S` the backward computes P from
-/// quantized Q and K, as the forward does. `FORWARD` has smaller errors for small logits (sigma 1), and larger errors
-/// for large logits. The expected errors of dQ and dV are from a simulation of the quantization: we measured 0.79 to
-/// 0.99 times these errors.
+/// Published SLA2 uses `FORWARD`: the backward computes P from unquantized Q and K, and from the quantized forward's
+/// log-sum-exp, so P's rows do not add up to 1. With `FORWARD_AND_S` the backward computes P from quantized Q and K, as
+/// the forward does. For small logits (sigma 1), errors with `FORWARD` are smaller than with `FORWARD_AND_S`; for large
+/// logits they are larger. The expected errors of dQ and dV are from a simulation of the quantization: we measured 0.79
+/// to 0.99 times these errors.
 #[test]
 fn the_published_mixture_pays_for_its_mismatch() -> Result<()> {
     let mut ratios = Vec::new();

@@ -78,7 +78,7 @@ pub(crate) struct Case {
     pub(crate) data: [Vec<f32>; 4],
 }
 
-/// Output and gradients of query, key and value.
+/// The output, then the gradients of query, key and value.
 pub(crate) type Results = [Vec<f64>; 4];
 
 impl Case {
@@ -150,7 +150,7 @@ impl Case {
             .with_window(self.window.0, if self.causal { Some(0) } else { self.window.1 })
     }
 
-    /// Rounds the inputs to a 16-bit type, so that every computation starts from the same values.
+    /// Rounds the inputs to values that `dtype` can represent.
     pub(crate) fn round_to(&mut self, dtype: DType) -> Result<()> {
         for values in &mut self.data {
             let rounded = Tensor::from_slice(values, values.len(), &Device::Cpu)?.to_dtype(dtype)?;
@@ -163,7 +163,7 @@ impl Case {
         self.exact_over(reference::DENSE)
     }
 
-    /// The exact results over only the pairs of a pattern.
+    /// The exact results over only the (query, key) pairs that `pattern` selects.
     pub(crate) fn exact_over(&self, pattern: reference::Pattern<'_>) -> Results {
         let shape = self.shape();
         let logits = reference::Logits {
@@ -235,7 +235,7 @@ pub(crate) fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u6
     case.errors(scheme, DType::F32)
 }
 
-/// A selection of `count` random candidates for each query block.
+/// A selection of `count` random blocks of keys for each block of queries.
 pub(crate) fn random_selection(
     shape: &AttentionShape,
     blocks: (usize, usize),

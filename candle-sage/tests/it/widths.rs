@@ -70,8 +70,8 @@ fn errors(
     let got = [out, dq, dk, dv];
     for ((got, by_graph), input) in got[1..].iter().zip(&by_graph).zip([q, k, v]) {
         assert_eq!((got.dims(), by_graph.dims()), (input.dims(), input.dims()));
-        // On the CPU the computations with and without autograd are the same. On a GPU dQ is summed in a varying order,
-        // and rounded.
+        // On the CPU the computations with and without autograd are the same. On a GPU the order in which dQ is summed
+        // varies, and then dQ is rounded to 16 bits.
         let off = relative_l2(&values(got)?, &values(by_graph)?);
         let most = if device.is_cpu() { 0.0 } else { 1e-3 };
         assert!(off <= most, "two ways to one gradient: {off:e}");
@@ -85,8 +85,8 @@ fn errors(
 
 const WIDTHS: [(usize, usize); 4] = [(64, 32), (48, 128), (72, 64), (8, 24)];
 
-/// The limit of `Scheme::Unquantized` is that of `unquantized_is_exact_up_to_f32_rounding`. The limit of SageBwd, 3 %,
-/// is above the largest error of Table 1 of arXiv 2603.02170 at sigma 1 (dK, 2.2 %).
+/// For the limit of `Scheme::Unquantized`, see `attention::unquantized_is_exact_up_to_f32_rounding`. The limit of
+/// SageBwd, 3 %, is above the largest error of Table 1 of arXiv 2603.02170 at sigma 1 (dK, 2.2 %).
 #[test]
 fn values_have_heads_of_another_width() -> Result<()> {
     for widths in [&WIDTHS[..], &[(192, 128), (128, 256)]].concat() {

@@ -19,7 +19,7 @@ const PROMPT: usize = 24;
 /// Number of tokens that are decoded after the prompt, one at a time.
 const MORE: usize = 4;
 
-/// From ids and the position of the first id: the logits of the next token.
+/// Returns the next token's logits. Arguments: token ids, and the position of the first of these tokens.
 type Forward = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 fn llama_config(sizes: Sizes) -> llama::Config {
@@ -160,7 +160,7 @@ impl Uniform {
     }
 }
 
-/// Fills every variable with random values: norm weights around 1, and matrices that preserve the variance.
+/// Fills every variable with random values: norm weights around 1, and matrices that preserve their input's variance.
 fn fill(vars: &VarMap) -> Result<()> {
     let data = vars.data().lock().expect("no panic elsewhere");
     let mut named: Vec<(&String, &Var)> = data.iter().collect();
@@ -182,8 +182,8 @@ fn largest(x: &Tensor) -> Result<f32> {
     x.abs()?.max_all()?.to_scalar::<f32>()
 }
 
-/// The largest difference between the logits of `ours` and `theirs`, divided by the largest logit of `theirs`: the
-/// maximum over a prompt and the tokens after it, which are decoded one at a time.
+/// Computes the largest difference between the logits of `ours` and `theirs`, divided by the largest logit of `theirs`,
+/// for a prompt and for each token decoded after it. Returns the maximum of these ratios.
 fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward, sizes: Sizes) -> Result<f32> {
     let mut worst: f32 = 0.0;
     // candle-transformers' Mistral ignores its window during decoding.

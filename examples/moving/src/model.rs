@@ -1,5 +1,5 @@
-//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, moved in the two ways of docs/moving.md:
-//! with candle-transformers' attention layer, changed to call candle-sage (`HeadsFirst`), or with `nn::SelfAttention`.
+//! Llama, Mistral, Qwen2, Gemma and Gemma 2 with candle-transformers' weight names. The attention layer is that of
+//! candle-transformers, changed to call candle-sage (`HeadsFirst`), or `nn::SelfAttention`, as in docs/moving.md.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};
@@ -203,7 +203,7 @@ impl Module for Norm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Plain(norm) => norm.forward(x),
-            // The sum is computed in every forward, because an optimizer changes only the variable.
+            // Computed in every forward: a stored sum would not change when an optimizer changes `weight`.
             Self::PlusOne { weight, eps } => ops::rms_norm(x, &(weight + 1.0)?, *eps),
         }
     }
@@ -294,8 +294,8 @@ impl Model {
         })
     }
 
-    /// The logits of the token after `ids`. `ids` are (batch, sequence), and the first is at `position`. Without
-    /// `decoding` the ids are a whole sequence, and the logits have a graph.
+    /// The logits of the token after `ids`, (batch, sequence). The first id of each sequence is at `position`. Without
+    /// `decoding`, `ids` are whole sequences, and the logits have a graph.
     pub(crate) fn forward(&mut self, ids: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let mut x = (self.embedding.forward(ids)? * self.scale)?;
         for block in &mut self.blocks {

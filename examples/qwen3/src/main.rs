@@ -152,7 +152,7 @@ fn main() -> Result<()> {
     let ours = greedy(&prompt, 60, |ids, _| int8.next(ids, &mut caches, &device))?;
     println!("{:.0} tokens/s: {}", 60.0 / start.elapsed().as_secs_f64(), words.text(&ours)?);
 
-    // Compares the text of `exact` with the text of candle-transformers' model. Both use the trained weights.
+    // Compares the text of `exact` with the text of candle-transformers' model. Both models use the trained weights.
     theirs.clear_kv_cache();
     let mut caches = exact.caches(128);
     let expected = greedy(&prompt, 60, |ids, seen| {
@@ -160,7 +160,7 @@ fn main() -> Result<()> {
     })?;
     let ours = greedy(&prompt, 60, |ids, _| exact.next(ids, &mut caches, &device))?;
     println!("the same text from candle-transformers: {}", ours == expected);
-    // With a folder's weights, two tokens may be almost equally likely; the two models may then choose differently.
+    // With weights from `folder`, two tokens may be almost equally likely, so that `ours` and `expected` differ.
     assert!(folder.is_some() || ours == expected, "decoding is not the same");
     Ok(())
 }

@@ -75,7 +75,7 @@ impl Qwen3 {
         self.norm.forward(&x)
     }
 
-    /// The mean cross-entropy of `targets`, the ids that follow `ids`.
+    /// The mean cross-entropy of `targets`: for each of `ids`, the id that follows it.
     pub(crate) fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(ids, |_, attention, x| attention.forward(x, &self.rotary))?;
         ops::linear_cross_entropy(

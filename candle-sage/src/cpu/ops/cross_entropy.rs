@@ -36,7 +36,7 @@ pub(crate) fn row_loss(lse: f32, picked: f32, z_loss: f32) -> f32 {
     lse - picked + z_loss * lse * lse
 }
 
-/// The mean of the losses, summed in row order in f64.
+/// The sum of the losses, in f64, divided by the number of targets that are not ignored.
 pub(crate) fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f32 {
     (losses.map(f64::from).sum::<f64>() / counted as f64) as f32
 }

@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-/// For each of the table's `rows` rows, the sum of the vectors of `dout` whose id is that row. `ids` are below `rows`.
+/// Row `r` of the result, (rows, width), is the sum of the rows `n` of `dout` with `ids[n] = r`. All `ids` are below
+/// `rows`.
 pub(crate) fn add_rows(ids: Vec<i64>, dout: &[f32], rows: usize, width: usize) -> Vec<f32> {
     // Pairs (id, position in `dout`) are sorted, so that vectors with the same id are added in the order of their
     // positions.

@@ -7,8 +7,8 @@ use crate::update::{DIRECTION_UNIT, MomentumPass, Muon, clipped};
 /// Elements of one parallel task.
 const SPAN: usize = 32 * 1024;
 
-/// Updates the momentum, and writes the direction times [`DIRECTION_UNIT`]. Nothing changes if `sum_of_squares` is not
-/// finite.
+/// Updates `momentum`, and sets `direction` to the update's direction times [`DIRECTION_UNIT`]. Changes neither if
+/// `sum_of_squares`, of the whole gradient, is not finite.
 pub(crate) fn direction(
     settings: &Muon,
     sum_of_squares: f64,
@@ -31,8 +31,9 @@ pub(crate) fn direction(
 /// Lower limit of a row's mean square, so that the row is not divided by zero.
 const SMALLEST: f64 = 1e-20;
 
-/// Updates the running mean squares of a matrix's rows. Returns a factor for each row: the inverse root of its running
-/// mean square, times a constant. Multiplying the rows by their factors does not change the matrix's sum of squares.
+/// With a `beta`, updates the running mean squares of a matrix's rows. Returns a factor for each row: the inverse root
+/// of its running mean square, times a constant. Multiplying the rows by their factors does not change the matrix's sum
+/// of squares.
 pub(crate) fn row_factors(mean_squares: &mut [f32], matrix: &[f32], beta: Option<f64>) -> Vec<f32> {
     let columns = matrix.len() / mean_squares.len();
     let square = |row: &[f32]| row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / columns as f64;

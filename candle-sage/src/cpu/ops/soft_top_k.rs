@@ -25,8 +25,8 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     }
     let scaled = || scores.iter().filter(|score| is_candidate(score)).map(|&score| f64::from(score) / tau);
     let (least, most) = scaled().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
-    // Bisects the shift. With the shift `low` every weight is at most count / candidates, with `high` every weight is
-    // at least count / candidates.
+    // Finds `shift` by bisection. With `low` every weight `sigmoid(x + shift)` is at most count / candidates, with
+    // `high` at least count / candidates.
     let share = count as f64 / candidates as f64;
     let middle = (share / (1.0 - share)).ln();
     let (mut low, mut high) = (middle - most, middle - least);
@@ -61,7 +61,7 @@ mod tests {
             for count in 0..=6 {
                 let weights = weights(&SCORES, count, tau);
                 let sum: f64 = weights.iter().sum();
-                // Forty halvings shrink the interval from a width of at most 325 to 3e-10.
+                // Forty bisection steps narrow the interval for `shift` from a width of at most 325 to 3e-10.
                 assert!((sum - count as f64).abs() < 1e-8, "{tau} {count}: {sum}");
                 assert_eq!(weights[3], 0.0);
             }
@@ -78,7 +78,7 @@ mod tests {
     }
 
     /// Gradients are compared with central differences. The step h is a power of two, so that a score plus or minus h
-    /// is exact in f32. The errors of a difference are h^2 / tau^3 (truncation) and 1e-8 / h (rounding).
+    /// is exact in f32.
     #[test]
     fn gradients_are_those_of_differences() {
         let (tau, h) = (0.5, 2f32.powi(-9));

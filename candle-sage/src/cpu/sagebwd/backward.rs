@@ -15,7 +15,7 @@ use crate::cpu::quantize::{Scale, code};
 use crate::cpu::tile::Tile;
 use crate::cpu::view::View;
 
-/// What the backward reads if V is not quantized: V, and the forward's log-sum-exps and output.
+/// The forward's log-sum-exps and output, which the backward reads. [`Values::rows`] returns V rounded to 16 bit.
 pub(super) struct Values16<'a> {
     pub(super) lse2: &'a [f32],
     pub(super) out: &'a View<'a>,

@@ -1,4 +1,4 @@
-//! Cross-entropy from logits on the GPU, and the launch of scaled copies and additions (`Scaling`).
+//! Cross-entropy from logits on the GPU, and the launch of `to = factor * from` or `to += factor * from` (`Scaling`).
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -67,7 +67,7 @@ pub(super) fn mean(gpu: &Gpu, losses: &Buffer<f32>, rows: usize, targets: &Ids) 
     Ok(out)
 }
 
-/// The loss of logits, the backward, and the result of the check of the targets.
+/// The mean loss, the backward, and the result of checking that the targets are valid.
 type Forward = (CudaStorage, launch::Backward<2, CudaStorage>, Checked);
 
 impl Launch<[Operand<'_>; 2], Forward> for LogitsOp {

@@ -51,7 +51,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Gradient {
     }
 }
 
-/// The rows of the table for the ids; NaN for ids that are not in the table. The table is not copied.
+/// The rows of the table for the ids; NaN for ids that are not in the table. The table may have any strides.
 fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     let gpu = Gpu::new(table.0.device())?;
     let float = Float::of(NAME, table.0)?;

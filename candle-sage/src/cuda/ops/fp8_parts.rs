@@ -16,7 +16,7 @@ use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
 
-// A part is read as a matrix of COLUMNS columns. A thread writes groups of four rows.
+// The kernels read a part as a matrix of COLUMNS columns. Each thread processes four rows of this matrix.
 const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
 
 /// The parts that are not empty, with their indices.

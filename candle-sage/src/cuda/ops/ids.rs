@@ -60,7 +60,7 @@ impl Ids {
         Ok(made)
     }
 
-    /// The address of the ids that the check converted to u32, from index `first` on.
+    /// The address of id number `first` in the u32 copy of the ids.
     pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
         address_at(&self.places, first, gpu)
     }

@@ -27,7 +27,7 @@ use crate::ops::linear_cross_entropy_fp8::LinearIntoFp8;
 const LINEAR: &str = "linear-cross-entropy";
 
 /// `hidden` and `weight` are gradients of the sum of the rows' losses: gradients of the mean could underflow in 16 bit.
-/// The backward multiplies them by the incoming gradient of the mean, divided by the number of valid targets.
+/// The backward multiplies them by `dloss / n`, where `n` is the number of targets that are not ignored.
 #[derive(Debug)]
 struct LinearSaved {
     targets: Ids,

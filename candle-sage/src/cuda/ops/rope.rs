@@ -53,7 +53,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// A (batch, sequence, heads, head_dim) tensor: in place if its channels are adjacent, otherwise a copy.
+/// A (batch, sequence, heads, head_dim) tensor. If its channels are not adjacent, `copy` is a contiguous copy.
 struct Heads<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
@@ -174,7 +174,8 @@ fn run(
         direction: rotation.direction,
         ..Default::default()
     };
-    // `Packs::of` checks the alignment of the strides. `half` is the stride of the tables' rows and of a head's halves.
+    // `Packs::of` checks the alignment of the strides. `half` is the distance between rows of the cos and sin
+    // tables, and between the two halves of a head.
     let mut strides = vec![half];
     strides.extend(x.strides());
     if let Destination::Heads(out) = out {
@@ -256,8 +257,8 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
 /// For each input: the input, its norm's weight and its output's gradient. Also the tables of cosines and sines.
 type BackwardInputs<'a> = (&'a [[Operand<'a>; 3]], [Operand<'a>; 2]);
 
-/// Returns the gradients of all inputs in one tensor, concatenated along the heads, and the gradient of each norm's
-/// weight.
+/// Returns the gradients of all inputs in one tensor, concatenated along the heads, and the gradient of the weight of
+/// each input's norm.
 impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradients {
     fn launch(&self, (all, tables): BackwardInputs<'a>) -> Result<(CudaStorage, Vec<CudaStorage>)> {
         let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
@@ -271,8 +272,8 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
 }
 
 impl Gradients {
-    /// Launches a kernel for each input, and returns the gradients of the norms' weights. `written` returns where the
-    /// gradient of an input is written.
+    /// Launches `kernel` once for each input, and returns the gradient of each input's norm weight. `written(n)` is the
+    /// destination of the gradient of input `n`.
     fn run<'a>(
         &self,
         gpu: &Gpu,

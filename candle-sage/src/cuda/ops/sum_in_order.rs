@@ -13,8 +13,8 @@ use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::InOrder;
 
-/// `sum = parts[0] + parts[1] + ..`, where the given `sum` is added instead of `parts[place]`. Neighbouring terms are
-/// added in pairs, then the sums of neighbouring pairs, and so on.
+/// `sum = parts[0] + parts[1] + ..`, but the old value of `sum` is added instead of `parts[place]`. Neighbouring terms
+/// are added in pairs, then the sums of neighbouring pairs, and so on.
 impl Launch<[Operand<'_>; 2], ()> for InOrder {
     fn launch(&self, [sum, parts]: [Operand<'_>; 2]) -> Result<()> {
         let gpu = Gpu::new(sum.0.device())?;

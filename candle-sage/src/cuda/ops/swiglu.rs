@@ -67,7 +67,7 @@ fn problem<'a>(
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let of = gate.params(up, gpu)?;
     let starts = [&[of.gate, of.up], others].concat();
-    // Rows without gaps between them are processed as one long row. Then packs need not divide a row evenly.
+    // Rows without gaps between them are processed as one long row. Then a thread's 16 bytes may extend over two rows.
     let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
     let columns = if dense { len.max(1) } else { columns };
     let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };

@@ -23,8 +23,8 @@ fn conversions_round_ties_to_even() -> Result<()> {
     let got: Vec<u8> = run("selftest_conversions", &x, &x, 256)?;
     for (i, x) in x.iter().enumerate() {
         assert_eq!(got[i], x.round_ties_even() as u8, "codes of {x}");
-        // `codes_of_positive` goes through f16, whose spacing is at most 1/8: a value within 1/16 of a tie may round
-        // either way.
+        // `codes_of_positive` first rounds x to f16. Because x is below 256, this changes it by at most 1/16: a value
+        // within 1/16 of a tie may round either way.
         let distance = (f32::from(got[128 + i]) - x).abs();
         assert!(distance <= 0.5 + 1.0 / 16.0, "{} for {x}", got[128 + i]);
     }
@@ -46,8 +46,9 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Conversions and scales are bitwise equal to `nvfp4.rs`. If the GPU has an instruction for E4M3, its result is tested
-/// too. Inputs are E4M3 values, the midpoints between them, and numbers of all magnitudes.
+/// The kernels' conversions to E2M1 and E4M3, and scales of groups, are bitwise equal to those of `crate::nvfp4`. If
+/// the GPU has an instruction that converts to E4M3, its result is tested too. Inputs are E4M3 values, the midpoints
+/// between them, and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]
 fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Tests that attention on foreign memory has the same bits as attention on candle's memory, and needs no more memory
-//! than it reports.
+//! Tests of [`ForeignAttention`]: its results equal those of [`Attention`](crate::Attention) bit by bit, and it writes
+//! no more bytes of state and scratch memory than its methods return.
 #![allow(unsafe_code)]
 
 use candle_core::{DType, Result, Tensor};

@@ -78,7 +78,7 @@ impl Inputs {
         f(&problem, dout)
     }
 
-    /// Rows of one head of tensor `n`, for the tokens of `range`.
+    /// Rows of one head of `self.values[n]`, for the tokens of `range`.
     pub(super) fn rows(
         &self,
         n: usize,

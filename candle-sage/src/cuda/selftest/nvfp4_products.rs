@@ -1,4 +1,4 @@
-//! Tests of the forward with FP4 matmuls. They need a GPU that has or emulates these matmuls.
+//! Tests of the forward with FP4 matmuls.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 

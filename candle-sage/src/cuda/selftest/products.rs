@@ -123,7 +123,7 @@ fn products_in_16_bit_from_both_layouts() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn packed_accumulators_match_permuted_tokens() -> Result<()> {
     let (s, v) = (codes(6, 16 * 32), codes(7, 32 * 16));
-    // V^T: (16 channels, 64 bytes). The first 32 bytes of a channel are the values of 32 tokens.
+    // V^T: (16 channels, 64 bytes). The first 32 bytes of a channel are the values of 32 tokens. The others are unused.
     let mut turned = vec![0i8; 16 * 64];
     for channel in 0..16 {
         for slot in 0..32 {

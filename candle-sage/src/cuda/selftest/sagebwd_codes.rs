@@ -38,7 +38,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// The results of the quantizer and of the backward's preparation, on the host.
+/// The results of the quantizer and of the backward's preparation, copied to the host.
 struct QuantizerResults {
     q: Vec<i8>,
     k: Vec<i8>,

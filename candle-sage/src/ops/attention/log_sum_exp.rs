@@ -18,9 +18,9 @@ impl Attention {
     /// results have gradients.
     ///
     /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`. Ring attention, and
-    /// a KV cache in several chunks, use this mean. (For a query that sees no key in two sets, both `lse` are minus
-    /// infinity, and their difference is NaN.) Only one of the sets may have sinks. With
-    /// `ALiBi`, each call measures distances as if its last key were at the last query's position.
+    /// a KV cache in several chunks, use this mean. (The code below gives NaN for a query that sees no key in either
+    /// set.) Only one of the sets may have sinks. With `ALiBi`, each call measures distances as if its last key were at
+    /// the last query's position.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -123,7 +123,7 @@ impl LogSumExp {
     fn completed(&self) -> Result<&Completed> {
         let completed = self.saved.as_ref().and_then(|saved| saved.completed.get());
         completed.ok_or_else(|| {
-            Error::new("log-sum-exps need a forward of attention that kept its state").hint(REPORT).into()
+            Error::new("attention's forward has not stored the log-sum-exps").hint(REPORT).into()
         })
     }
 }

@@ -71,7 +71,7 @@ impl Attention {
     /// query has the position of the last key. `slopes` is (query heads) in any float type, on the query's device, and
     /// has no gradient. A soft cap is applied before the slopes. On CUDA the three schemes that
     /// [`softcap`](Self::softcap) names support `ALiBi`. Unlike a soft cap, `ALiBi` also works with smoothed keys.
-    /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the paper's slopes.
+    /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the slopes of the `ALiBi` paper.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -109,7 +109,7 @@ impl AttentionVjp {
     }
 }
 
-/// What a forward keeps for its backward in addition to query, key and value: see [`AttentionVjp::without_inputs`].
+/// What a forward keeps for its backward, without query, key and value: see [`AttentionVjp::without_inputs`].
 pub struct AttentionState {
     op: AttentionOp,
     out: Tensor,
@@ -117,7 +117,8 @@ pub struct AttentionState {
 }
 
 impl AttentionState {
-    /// The backward, given the query, key and value of the forward. Only shapes and types are checked, not elements.
+    /// The backward, given the query, key and value of the forward. This function compares shapes and types with
+    /// the forward's, but not elements.
     ///
     /// # Errors
     /// When a shape or an element type differs from the forward's.

@@ -11,8 +11,8 @@ use crate::cpu::ops::muon::{combine, unit_traces};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 
-/// Makes the singular values of matrices (count, rows, columns) about 1. (Iterating on the Gram matrix instead of `x`
-/// was tried and rejected, even with a new Gram matrix after two polynomials: see `docs/muon.md`.)
+/// Makes the singular values of matrices (count, rows, columns) about 1. (Computing each Gram matrix from the previous
+/// one instead of from `x` was tried and rejected: see `docs/muon.md`.)
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {
@@ -20,8 +20,8 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
         // The polynomials are applied to x divided by its Frobenius norm, which is the root of the first Gram matrix's
-        // trace. To save a pass over x, the first iteration does not divide x. It divides g by the trace, and
-        // (a I + b g + c g^2) by the norm.
+        // trace. To save a pass over x, the first iteration does not divide x. It divides `gram` by its trace, and
+        // `factor` by the norm of x.
         let unit = UnitTrace { inverse_norms: OnceLock::new() };
         let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;
@@ -42,7 +42,8 @@ pub(crate) struct UnitTrace {
 }
 
 /// `Polynomial([a, b, c])` replaces each matrix y of the first operand by `a I + b x + c y`, where x is the second
-/// operand's matrix. Both operands are (count, size, size). A third operand (count) holds factors of the new y.
+/// operand's matrix. Both operands are (count, size, size). If a third operand (count) is given, its element i
+/// multiplies result i.
 pub(crate) struct Polynomial(pub(crate) [f32; 3]);
 
 impl CustomOp1 for UnitTrace {

@@ -9,7 +9,7 @@ use crate::cpu::ops::muon::{apply, direction, row_factors, scale_rows};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice, with_cuda};
 
-/// Updates the momentum of `parts`, and computes the direction of their update before orthogonalization.
+/// Updates the momentum of `parts`, and computes their directions, which are not yet orthogonalized.
 pub(crate) struct Directions<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],
@@ -17,7 +17,7 @@ pub(crate) struct Directions<'a> {
     pub(super) made: OnceLock<Tensor>,
 }
 
-/// Updates the running mean squares of rows, and computes the factors that normalize the rows.
+/// Updates the running mean squares of the rows of matrices, and computes the factors that normalize the rows.
 pub(crate) struct RowFactors {
     pub(crate) beta: f64,
     pub(super) made: OnceLock<Tensor>,
@@ -26,7 +26,8 @@ pub(crate) struct RowFactors {
 /// Multiplies each row of matrices by the row's factor from [`RowFactors`].
 pub(crate) struct ScaleRows;
 
-/// Updates the weights of `parts` from the orthogonalized directions.
+/// Updates the weights of `parts` from their directions, which [`Directions`] computes and [`Muon::orthogonalize`]
+/// orthogonalizes.
 pub(crate) struct Apply<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],

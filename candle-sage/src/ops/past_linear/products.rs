@@ -10,9 +10,9 @@ use crate::selection::Blocks;
 /// The tail's output, with the query's type.
 ///
 /// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, with d rows and d + 1
-/// columns (`phi`: softmax over channels). A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the
-/// blocks of its tail, else 0. `phi(Q_I) H_I` then contains the sums of values and, in the last column, the
-/// normalizers. The states need head_dim / (keys of a block) times the memory of K in f32.
+/// columns (`phi`: softmax over channels). For a block of queries `I`, `H_I = sum_J w_IJ S_J`, where `w_IJ` is 1 if the
+/// tail of `I` contains the block of keys `J`, else 0. `phi(Q_I) H_I` contains the sums of values and, in the last
+/// column, the normalizers. The states need head_dim / (keys of a block) times the memory of K in f32.
 pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let blocks = op.selection.blocks();
     let mut outputs = Vec::new();
@@ -37,7 +37,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let (heads, columns, d, width) = states.dims4()?;
         let weights = weights(op, blocks, number)?;
         let sums = weights.matmul(&states.reshape((heads, columns, d * width))?)?;
-        // In each block, the query heads of a group are stacked along the rows: they are multiplied by the same `sums`.
+        // Per block, the rows of a group's query heads form one matrix, since these heads share `sums`.
         let phi = in_blocks(&softmax(&query, D::Minus1)?, blocks.query)?;
         let (query_heads, count, size, _) = phi.dims4()?;
         let group = query_heads / heads;
@@ -80,8 +80,8 @@ pub(crate) fn inverse_norm(norms: &Tensor) -> Result<Tensor> {
     small.where_cond(&ones.zeros_like()?, &small.where_cond(&ones, norms)?.recip()?)
 }
 
-/// (key heads, blocks of queries, blocks of keys) of a segment: 1 if the tail of the block of queries contains the
-/// block of keys, else 0.
+/// (key heads, blocks of queries, blocks of keys): 1 if the tail of the block of queries contains the block of keys,
+/// else 0.
 fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let lists = op.selection.lists();
     let (rows, columns) = (blocks.query_blocks(segment), blocks.key_blocks(segment));
@@ -97,9 +97,9 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     }
 }
 
-/// (key heads, `rows`, `columns`): 1 if the list of a block of queries contains the block of keys, else 0. Row 0 is the
-/// block of queries `first`. `lists` is (key heads, blocks of queries, width), and stays on the device. Each list
-/// begins with its length.
+/// (key heads, `rows`, `columns`): 1 if the list of the row's block of queries contains the column's block of keys,
+/// else 0. Row 0 is the block of queries `first`. `lists` is (key heads, blocks of queries, width). Each list begins
+/// with its length.
 fn listed(lists: &Tensor, first: usize, rows: usize, columns: usize) -> Result<Tensor> {
     let lists = lists.narrow(1, first, rows)?;
     let (heads, _, width) = lists.dims3()?;
@@ -150,8 +150,8 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Selects every third candidate. Without a causal mask, it selects the first candidate too, because no
-                // list may be empty (with the mask, every list contains a block on the diagonal).
+                // Selects every third candidate (block of keys). Without a causal mask, also selects the first one,
+                // because no list may be empty. With the mask, `from_lists` adds the blocks on the diagonal.
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()
@@ -192,7 +192,7 @@ mod tests {
         let half = x.to_dtype(DType::BF16)?;
         let op = PastLinear::new([&half, &half, &half], &selection, Tail::Complement)?;
         assert_eq!(forward(&op, [&half, &half, &half])?.dtype(), DType::BF16);
-        // The only non-zero feature of the query is zero in every key.
+        // `phi` of a query is non-zero only in channel 0, `phi` of a key only in channel 1. So every weight is zero.
         let one = |channel: usize| -> Result<Tensor> {
             let row: Vec<f32> = (0..8).map(|n| if n == channel { 500.0 } else { 0.0 }).collect();
             Tensor::from_vec(row, (1, 1, 1, 8), &Device::Cpu)?.broadcast_as(dims)?.contiguous()

@@ -27,7 +27,7 @@ pub enum ValueGroups {
     HeadDim,
 }
 
-/// Whether V is multiplied by a power of two before it is quantized, and divided by it afterwards.
+/// Whether V is multiplied by a power of two before quantization, and the quantized V is divided by the same power.
 ///
 /// Without this power of two, NVFP4 turns a group whose largest value is under 0.00586 into zeros, and limits values to
 /// 2688. A group's scale loses bits if the group's largest value is under 0.09. QK-norm keeps the largest values of Q
@@ -56,7 +56,7 @@ pub enum ValueScale {
     /// moves the head's largest magnitude into [512, 1024). If the head contains a NaN or an infinity, the factor is 1.
     ///
     /// Where a group's scale is between 2^-6 and 448 both with and without the factor, [`ValueScale::None`] gives the
-    /// same result. An FP4 runtime divides each head's output by the factor.
+    /// same result. A runtime that runs the trained model in FP4 must apply the factor too.
     Head,
 }
 

@@ -1,5 +1,4 @@
-//! Properties of an op other than its results: hidden keys change nothing, gradients are reproducible, memory is freed,
-//! errors have messages.
+//! Attention on a GPU: hidden keys change nothing, gradients are reproducible, memory is freed, errors have messages.
 
 use candle_core::{DType, Result, Tensor};
 use candle_sage::{Granularity, Scheme};
@@ -83,7 +82,7 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
         for _ in 0..20 {
             step()?;
         }
-        // One small growth of 40 is enough, because other tests allocate memory concurrently. A leak of a
+        // Only one of 40 growths must be below 1 MiB, because other tests allocate memory concurrently. A leak of a
         // step's smallest buffer (16 KiB) would add 4 MB to every growth.
         let mut growths = Vec::new();
         while growths.len() < 40 && !growths.iter().any(|&grown| grown < 1 << 20) {

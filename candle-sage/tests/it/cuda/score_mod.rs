@@ -99,7 +99,8 @@ fn slopes_with_smoothed_keys() -> Result<()> {
     Ok(())
 }
 
-/// Kernels divide the slopes of ALiBi by the scale of INT8 queries. The scale of queries that are all zero is zero.
+/// Queries that are all zero have an INT8 scale of zero. Kernels divide the slopes of ALiBi by this scale, but must not
+/// divide by zero.
 #[test]
 #[ignore = "needs a GPU"]
 fn slopes_of_queries_of_zeros() -> Result<()> {
@@ -154,8 +155,8 @@ fn narrow_values() -> Result<()> {
     Ok(())
 }
 
-/// For logits beyond the cap, the hyperbolic tangent uses the exponential instead of the polynomial. Infinite logits
-/// stay within the cap too.
+/// For logits beyond the soft cap, the kernels compute the cap's tanh by an exponential, not by a polynomial. With
+/// infinite logits, outputs are finite.
 #[test]
 #[ignore = "needs a GPU"]
 fn logits_beyond_the_cap() -> Result<()> {
@@ -174,10 +175,10 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads. The CPU has the same
-/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). In SageBwd, the keys that
-/// share a scale of P or dS are not the same on GPU and CPU. Results differ by .02 because of P, and by .02 because of
-/// dS. In Attn-QAT, a probability near the midpoint of two FP4 values may round up on one device and down on the other.
+/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: GPU against CPU. Both have
+/// the same quantized Q and K. Unquantized results differ by roundings of 2^-9 (bf16). In SageBwd, the keys that share
+/// a scale of P or dS are not the same on GPU and CPU. Results differ by .02 because of P, and by .02 because of dS. In
+/// Attn-QAT, a probability near the midpoint of two FP4 values may round up on one device and down on the other.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

@@ -1,4 +1,4 @@
-//! The settings of SageBwd and Attn-QAT on a GPU, and the errors published for SageBwd.
+//! On a GPU: the settings of SageBwd and Attn-QAT, and the errors in Table 1 of the SageBwd paper.
 
 use candle_core::{DType, Result};
 use candle_sage::{
@@ -143,7 +143,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     );
                     continue;
                 }
-                // Above sigma 5 errors vary by a tenth with the seed, and with the rounding of inputs to bf16.
+                // Above sigma 5, errors depend more on the seeds and on the rounding of inputs to bf16.
                 let most = if *sigma <= 5.0 { 1.10 } else { 1.25 };
                 for (n, (error, published)) in mean.iter().zip(published).enumerate() {
                     let what = format!("{} at sigma {sigma}, d {d}, {products}", NAMES[n]);

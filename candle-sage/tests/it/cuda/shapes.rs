@@ -1,4 +1,4 @@
-//! Lengths, heads, head_dims, packed documents and strides.
+//! Attention on a GPU with different lengths, heads, head_dims and strides, and with packed documents.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::{Int8Products, KeyMean, Packing, Scheme, Selection, Smoothing};
@@ -124,8 +124,8 @@ fn check_lists_of_large_heads(scheme: Scheme) -> Result<()> {
     );
     Ok(())
 }
-/// At least 144 work items (tiles of one head): on a GPU of up to 143 multiprocessors, some thread blocks process
-/// several items. Some queries see no key.
+/// At least 144 work items (a work item is one tile of one head): on a GPU of up to 143 multiprocessors, some thread
+/// blocks process several items. Some queries see no key.
 #[test]
 #[ignore = "needs a GPU"]
 fn more_work_than_multiprocessors() -> Result<()> {

@@ -12,7 +12,7 @@ fn both() -> [Scheme; 2] {
     [Scheme::Unquantized, sage().into()]
 }
 
-/// As [`check`], for a part of a bf16 result, so that small values are compared separately.
+/// As [`check`], for only those values of a bf16 result that are of similar size.
 fn check_part(what: &str, [got, exact, plain]: [&[f64]; 3]) {
     let error = relative_l2(got, exact);
     let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
@@ -90,7 +90,7 @@ fn values_of_any_size() -> Result<()> {
                 let size = |token: usize| 2f32.powi(powers[token / 64]);
                 let mut case = Case::new(1, (tokens, tokens), (heads, heads), d, causal);
                 case.draw(1.0, 9);
-                // Each query attends to the keys of its tile, whose logits exceed all others by about 35 or more.
+                // A query's logits for keys in the same tile exceed its other logits by about 35 or more.
                 for n in [0, 1] {
                     for (i, x) in case.data[n].chunks_mut(d).enumerate() {
                         x[i / heads / 64] += 20.0;
@@ -104,16 +104,16 @@ fn values_of_any_size() -> Result<()> {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
                     let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
-                    // Tiles 2n and 2n + 1 share a sum. A causal query in tile 2n does not see tile 2n + 1, so the size
-                    // of V in tile 2n + 1 must not affect this query's output.
+                    // P V is one integer sum over the keys of tiles 2n and 2n + 1. A causal query in tile 2n does not
+                    // see tile 2n + 1, so the size of V in tile 2n + 1 must not affect this query's output.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
                         // Quantized P loses `lost` bits: its step is 2^lost / 254 of the query's largest P. The step
-                        // can be twice as large, because the ratio of the two tiles' largest |V| is random. For each
-                        // of the tile's 64 keys, P is off by up to half a step. The norm of these 64 errors is at most
-                        // 8 times the largest error.
+                        // can be twice as large, because V of this tile and of its neighbour is random. For each of
+                        // the tile's 64 keys, P is off by up to half a step. The norm of these 64 errors is at most 8
+                        // times the largest error.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
@@ -145,8 +145,8 @@ fn large_logits() -> Result<()> {
                 case.round_to(DType::BF16)?;
                 let got = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
                 let worst = got[0].iter().fold(0.0, |most: f64, x| most.max((x - 1.0).abs()));
-                // Probabilities under half a quantization step become 0. With logits this far apart, their sum is
-                // small.
+                // Probabilities under half a quantization step become 0. The sum of these probabilities is small,
+                // because the logits are far apart.
                 assert!(worst <= 2f64.powi(-5), "queries times {size}, d {d}, {scheme}: {worst}");
             }
         }

@@ -72,7 +72,7 @@ fn gradients_of_windows_repeat() -> Result<()> {
     Ok(())
 }
 
-/// Enough heads that a thread block processes several work items on a GPU with few multiprocessors.
+/// Many heads: on a GPU with few multiprocessors, a thread block processes several tiles.
 #[test]
 #[ignore = "needs a GPU"]
 fn windows_of_many_heads() -> Result<()> {
