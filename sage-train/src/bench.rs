@@ -20,8 +20,8 @@ use crate::model::causal_pairs;
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
-/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` if values have another head_dim than queries and keys.
-/// `D:N:causal:W` has a sliding window of `W` tokens.
+/// A row of the benchmark, written `head_dim:tokens:causal`, such as `64:8192:1`. `192/128:8192:1` has head_dim 192 for
+/// queries and keys, and 128 for values. `64:8192:1:1024` has a sliding window of 1024 tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// head_dim of queries and keys.
@@ -50,7 +50,7 @@ impl Row {
         self.head_dim.max(self.value_dim) > 128
     }
 
-    /// The head_dim: `D`, or `D/V` if values have another head_dim.
+    /// The head_dim of queries and keys, then `/` and the head_dim of values if it differs.
     fn heads(&self) -> String {
         match self.value_dim {
             v if v == self.head_dim => v.to_string(),
@@ -232,11 +232,11 @@ fn label(scheme: &Scheme) -> String {
     label
 }
 
-/// Measures one shape with one scheme after another, and passes each result to `seen`. If `plan.schemes` is empty, or
-/// heads have more than 128 channels, unsupported quantized schemes are skipped.
+/// Measures one shape with one scheme after another, and passes each result to `seen`. Quantized schemes that do not
+/// support the shape are skipped if `plan.schemes` is empty or heads have more than 128 channels.
 ///
 /// # Errors
-/// When the device has no kernels for the shape, or runs out of memory.
+/// When a scheme does not support the shape and is not skipped, or the device runs out of memory.
 pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
     let (batch, _, heads, _) = plan.dims(row.head_dim, row.tokens);
     let failed = |e| during(format!("cannot measure {row}"))(e);
@@ -334,7 +334,7 @@ fn speed(tflops: f64) -> String {
 
 /// All results as CSV, after lines `# key: value` that describe how and where they were measured.
 pub fn csv(plan: &Plan, all: &[Measured]) -> String {
-    // Schemes are separated by semicolons, which a shell would interpret.
+    // A shell needs quotes around the semicolons that separate attention schemes.
     let quoted = |word: String| if word.contains([';', ' ']) { format!("\"{word}\"") } else { word };
     let words: Vec<_> =
         std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned())).collect();
@@ -421,8 +421,8 @@ mod tests {
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
         let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
         assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
-        // Causal: 8 queries with 2 keys each, minus 2 * 2 / 2 pairs, because the first queries have fewer keys. This is
-        // an approximation. Without a causal mask: twice as many pairs.
+        // Causal: 8 queries with 2 keys each, minus about 2 pairs, because the first queries have fewer keys. Without a
+        // causal mask: twice as many pairs.
         assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

@@ -4,9 +4,9 @@
 //! `checkpoint.json` (step, data and settings of the run, and the hash of the state) and the marker `COMPLETE`. All
 //! files are synced in a temporary folder, which is then renamed. So a folder with a checkpoint's name is complete.
 //!
-//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on.
-//! For each file, `checkpoint.json` lists the parameters that are only partly in it. Together the files are one
-//! checkpoint, from which any number of ranks can continue.
+//! With several ranks, each rank writes its part of the weights and of the optimizer's state to
+//! `state-00001-of-00004.safetensors` and so on. For each file, `checkpoint.json` lists the parameters that are only
+//! partly in it. Together the files are one checkpoint, from which any number of ranks can continue.
 
 mod verified;
 
@@ -106,9 +106,9 @@ impl Manifest {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A setting that the checkpoint lacks is ignored if the preset has a value for it: the setting is newer than
-        // the checkpoint. If the preset has no value, the setting was added to the run's `config.toml`, and counts as
-        // a difference. `BRANCHED_FROM` is ignored, because `config.toml` never contains it.
+        // The checkpoint may lack a setting. If the preset has a value for it, an older version of the program wrote
+        // the checkpoint, and the setting is ignored. If not, the setting was added to `config.toml`, and counts as a
+        // difference. `BRANCHED_FROM` is ignored, because `config.toml` never contains it.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -249,8 +249,8 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // The ranks do not wait for each other here, so each rank creates `partial`. On rank 0 this fails if
-    // the run's folder was removed, unless another rank has already created that folder again.
+    // The ranks do not wait for each other here, so each rank creates `partial`. If the run's folder was
+    // removed, `create_dir` fails on rank 0, unless another rank has already created the run's folder again.
     let made = match rank.is_first() {
         true => std::fs::create_dir(partial),
         false => std::fs::create_dir_all(partial),
@@ -435,7 +435,7 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(MANIFEST).is_file() || folder.join(STATE).is_file()
 }
 
-/// Reads a checkpoint's description and state without resuming its run. The checks are those of a resume.
+/// Checks a checkpoint, and reads its description and state. Does not resume its run.
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.

@@ -62,7 +62,7 @@ const EXAMPLES: &str = "Examples:
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
                                                      repeat a run with another seed";
 
-/// Pre-train a small Llama with low-bit attention, and compare it with unquantized attention.
+/// Pre-train a small Llama with low-bit or unquantized attention, and compare the results.
 ///
 /// Without arguments: a 1M-parameter model with INT8 SageBwd attention on the built-in corpus. Every
 /// setting is also a key of a TOML file (--config); a flag overrides the file, and the file overrides the preset. Each
@@ -93,15 +93,16 @@ enum Verb {
         /// Megabytes of text to write, rounded up to whole documents
         #[arg(long, value_name = "MB", default_value_t = 8)]
         megabytes: u64,
-        /// Seed of the corpus. A training run's corpus has the seed --corpus-seed, by default the run's --seed
+        /// Seed of the corpus
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Instead of the corpus, write JSON lines for `sage-train --data`. Each document has at least WORDS words,
-        /// states numbers, and later asks for them. `eval --recall` measures how often a model recalls a number
+        /// Instead of the corpus, write JSON lines for `sage-train --data`, with one document per line. A document has
+        /// at least WORDS words, states numbers, and later asks for them. `eval --recall` measures how often a model
+        /// recalls a number
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
-    /// Measure the speed of attention in every scheme, of SLA2, and of links between GPUs
+    /// Measure the speed of attention (dense and SLA2), and of links between GPUs
     Bench {
         #[command(subcommand)]
         what: Bench,
@@ -134,7 +135,7 @@ enum Verb {
     Report(ReportArguments),
 }
 
-/// The second word after `--data`, if the first two are existing paths: then the shell has expanded a pattern.
+/// The second of two existing paths after `--data`, which show that the shell expanded a pattern.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;

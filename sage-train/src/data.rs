@@ -2,8 +2,8 @@
 //! and `shard` stores ids in files. `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
 //! lists, `batches` defines the order of sequences, and `feed` prefetches batches. `prepare` turns text into shards
 //! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the state from
-//! which an interrupted command continues), and `hub` downloads files. `check` and `verify` compare shards with the
-//! hashes in their sidecars (`NAME.bin.json`), before and during a run.
+//! which an interrupted command continues), and `hub` downloads files. `check` compares shards with the hashes in
+//! their sidecars (`NAME.bin.json`), and `verify` does so during a run.
 
 /// The text of a file of the folder `data/`. The build script finds the folder, in the package or at the top of the
 /// repository.
@@ -70,7 +70,7 @@ pub struct Dataset {
     pub tokenizer: Tokenizer,
 }
 
-/// Largest number of tokens of a source from which [`Dataset::unigram_entropy`] is computed.
+/// [`Dataset::unigram_entropy`] is computed from at most this many tokens of each source.
 pub const COUNTED: u64 = 1 << 24;
 
 impl Dataset {
@@ -274,8 +274,8 @@ fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, To
     (train.slice(0..cut), train.slice(cut..train.len()))
 }
 
-/// Splits the text into training and validation text. The last `fraction` is for validation: whole documents from the
-/// end. A document that would exceed the fraction by too much is split.
+/// Splits the text into training and validation text. About the last `fraction` of the text is for validation. At most
+/// one document is split between the two.
 fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     if fraction == 0.0 {
         return (documents.iter().map(String::as_str).collect(), Vec::new());
@@ -305,8 +305,8 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     (train, validation)
 }
 
-/// The index that splits off about the last `room` bytes: after the next line end if that is near, else at a character
-/// boundary.
+/// The index where about the last `room` bytes of a document begin: the start of a line if one is among the first
+/// tenth of these bytes, else a character boundary.
 fn cut(document: &str, room: usize) -> usize {
     let mut at = document.len().saturating_sub(room);
     while !document.is_char_boundary(at) {

@@ -24,7 +24,7 @@ use crate::ranks::Rank;
 pub enum DeviceKind {
     /// The CPU, in f32
     Cpu,
-    /// An NVIDIA GPU, in bf16 with f32 sums; a training run also keeps its weights in f32
+    /// An NVIDIA GPU, in bf16 with f32 sums; a training run also keeps an f32 copy of its weights
     Cuda,
 }
 
@@ -122,7 +122,7 @@ pub enum StepReadback {
 }
 
 impl StepReadback {
-    /// A readback for `len` numbers.
+    /// Allocates the memory to read back `len` numbers.
     ///
     /// # Errors
     /// When memory is short.
@@ -160,8 +160,8 @@ impl StepReadback {
         Ok(())
     }
 
-    /// Starts the readback of a one-dimensional f64 tensor with the number of elements that [`Self::new`] received.
-    /// The clock stops after the readback.
+    /// Starts the readback of `tensor`, which is one-dimensional, in f64, and as long as the `len` of [`Self::new`].
+    /// The clock that [`Self::begin`] started stops after the readback.
     ///
     /// # Errors
     /// When the tensor does not fit, or the device reports an error.
@@ -224,7 +224,7 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// Page-locked memory for results, and the device's memory pool, which serves every allocation on the device.
+/// Page-locked memory for a step's results, and the device's memory pool, which serves every allocation on the device.
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
@@ -235,8 +235,8 @@ mod memory {
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// Page-locked memory for the numbers that a step computes, and events that measure the step's time and show when
-    /// the numbers are copied.
+    /// Page-locked host memory, to which the GPU copies a step's results. Events measure the step's time, and show when
+    /// the copy is complete.
     #[derive(Debug)]
     pub struct ReadbackSlot {
         stream: Arc<CudaStream>,
@@ -249,8 +249,8 @@ mod memory {
     impl ReadbackSlot {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
             let stream = device.cuda_stream();
-            // SAFETY: any bits are valid f64; `open` waits for the copy into the memory, and `drop` waits for the
-            // copy before the memory is freed.
+            // SAFETY: any bits are valid f64. `open` waits for the GPU's copy to this memory before reading it, and
+            // `drop` waits for the copy before the memory is freed.
             let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
             let began = stream.record_event(TIMED).w()?;
             Ok(Self { stream, host, began, marked: None, came: None })
@@ -306,7 +306,7 @@ mod memory {
 
     fn get(device: &CudaDevice, attribute: Attribute) -> Result<u64> {
         let mut value = 0u64;
-        // SAFETY: these attributes are 64 bits, and `value` outlives the call.
+        // SAFETY: each attribute that this file reads or sets is 64 bits wide, and `value` outlives the call.
         unsafe {
             sys::cuMemPoolGetAttribute(pool(device)?, attribute, (&raw mut value).cast()).result().w()?
         };
@@ -324,7 +324,7 @@ mod memory {
         // it again.
         set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
         // SAFETY: event tracking is needed only if cudarc has several streams. Here it has one, candle's.
-        // ranks/nccl.rs orders the ranks' transfers.
+        // ranks/nccl.rs makes another stream without cudarc, and synchronizes the two streams.
         unsafe { device.disable_event_tracking() };
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Evaluation: validation loss, also by position; recall by distance; and multiple-choice tasks.
+//! Evaluation: validation loss, in total and by position in the sequence; recall of facts by their distance from the
+//! answer; and multiple-choice tasks.
 
 mod choices;
 mod position;
@@ -37,7 +38,7 @@ pub struct Evaluation {
 /// How much to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// Number of tokens, rounded up to whole sequences and limited by the data.
+    /// Number of tokens to evaluate, before rounding up to whole sequences. If the data has fewer, all are evaluated.
     pub tokens: u64,
     /// Sequences per batch.
     pub batch: usize,
@@ -56,8 +57,8 @@ impl Extent {
     }
 }
 
-/// Mean loss over the first sequences of the data, which are the same in every validation. The batches are divided
-/// among the ranks. `seen` receives the number of tokens processed so far, and the number of tokens to process.
+/// Mean loss over the first sequences of the data; `extent` sets their number. The batches are divided among the ranks.
+/// `seen` receives the number of tokens processed so far, and the total number.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -82,7 +83,7 @@ pub fn evaluate(
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // `bytes_of` counts the bytes of decoded tokens. `text_ratio` scales this count to the original text.
+        // `bytes_of` counts the bytes of decoded tokens. `text_ratio` corrects the count if the tokenizer changes text.
         for (n, targets) in
             (first..).zip(sequences.targets().chunks(sequences.targets().len() / count as usize))
         {
@@ -119,7 +120,7 @@ pub fn evaluate(
 pub struct TokenByToken {
     /// Nats per token in whole sequences.
     pub whole: f64,
-    /// Nats per token, each token predicted from only the tokens before it.
+    /// Nats per token, each token predicted by a separate forward of only its prefix.
     pub alone: f64,
     /// Number of predicted tokens.
     pub tokens: u64,
@@ -212,7 +213,8 @@ mod tests {
         )?;
         let model = Llama::new(&config, &parameters, &device).map_err(during("the model"))?;
         let cut = SequenceSplit { context: 8, seed: 0, vocab: 300, end_of_document: None };
-        // The original text has `text_bytes` bytes for 10 bytes of decoded tokens, and so `bytes` for the 16 targets.
+        // For each 10 bytes of decoded tokens, the original text has `text_bytes` bytes. The targets are 16 bytes of
+        // decoded tokens, so they are `bytes` bytes of original text.
         for (text_bytes, bytes) in [(10, 16.0), (30, 48.0)] {
             let tokens = crate::data::Tokens::from(tokens.clone()).with_text(text_bytes, 10);
             let data = Mixture::new(vec![(tokens, 1.0)]);

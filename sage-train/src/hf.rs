@@ -1,7 +1,7 @@
 //! Import and export of models in Hugging Face's format: Llama, Mistral and Ministral (windows), Qwen2 (biases) and
 //! Qwen3 (QK-norm).
-//! `config.json` contains the shape; `model.safetensors` (or several files with an index) contains the weights, under
-//! the same names as in a run's `model.safetensors`.
+//! `config.json` contains the shape; `model.safetensors` (or several files with an index) contains the weights. A run
+//! saves its weights under the same names.
 
 mod config;
 mod model_type;
@@ -41,8 +41,8 @@ const ACTIVATION: &str = "silu";
 /// Largest size of `config.json` and of `attention.json`, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// The settings in a folder's `config.json` and `attention.json`. The context is not set: any length up to the model's
-/// longest sequence is possible.
+/// The settings in a folder's `config.json` and `attention.json`. `data.context` is not set, because it can be any
+/// length up to the model's longest sequence.
 ///
 /// # Errors
 /// When the files cannot be read, or describe another kind of model.
@@ -130,12 +130,12 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.longest())
 }
 
-/// The weights of a folder. Parameters of SLA2 that the files lack keep their initial values. Exception: if the
-/// exported model has the same `--attn` as `config`, and both or neither have SLA2's tail, a missing parameter is an
-/// error. The embedding must have as many rows as the model's vocabulary.
+/// The weights of a folder. Parameters of SLA2 that the files lack keep their initial values. But a missing parameter
+/// is an error if the folder's `attention.json` has the `--attn` of `config`, and agrees with `config` on whether SLA2
+/// has a tail.
 ///
 /// # Errors
-/// When a file is missing or damaged, or a tensor has another shape.
+/// When a file is missing or damaged, or a tensor does not have the shape that `config` requires.
 pub fn load(
     folder: &Path,
     config: &LlamaConfig,
@@ -161,7 +161,7 @@ pub fn load(
     let values = |spec: &ParameterSpec| match (holder(&spec.name), spec.start_in_sla2()) {
         (None, Some(start)) if !complete => Ok(start),
         (None, None) if spec.kind == Kind::Embedding && !config.untied && holder(OUTPUT).is_some() => {
-            // safetensors' `save_model` stores a tied matrix once, under either name.
+            // safetensors' `save_model` stores tied matrices once, with the name of the embedding or of the output.
             let output = ParameterSpec { name: OUTPUT.into(), ..spec.clone() };
             holder(OUTPUT).unwrap_or(&opened[0]).values(&output, "")
         }

@@ -43,7 +43,7 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             let saved = Config::read_last_settings(&path)?;
             let run = run_folder(folder);
             tokenizer_of(run)?;
-            // The run's preset may have padded the vocabulary.
+            // Some presets pad the vocabulary, so the embedding can have more rows than the vocabulary has entries.
             let rows = Config::resolve(saved.clone())?.model.vocab;
             Settings::with(|s| {
                 s.model = ModelSettings { init_from: None, ..saved.model };
@@ -54,8 +54,8 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The new run does not take over the steps of SLA2's stages. It takes over SLA2's tail only if it keeps the
-    // attention of the model in `folder`.
+    // The new run never takes over SLA2's numbers of steps. It takes over SLA2's tail only if it keeps the attention
+    // of the model in `folder`.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -98,9 +98,9 @@ pub fn check_moments(folder: &Path) -> Result<()> {
         .hint("a run's last weights and a Hugging Face folder have no moments: --init-moments off, or name a checkpoint"))
 }
 
-/// The weights in the folder. The moments are zeros, unless `config` asks for the checkpoint's moments. The
-/// checkpoint's moments are corrected for the bias of their zero initialization. SLA2's parameters (the routers and
-/// `theta`) keep their initial values if the folder lacks them.
+/// The weights in the folder. The optimizer's moments are zeros or, if `config` asks for them, the checkpoint's moments
+/// after bias correction. SLA2's parameters (the routers and `theta`) keep their initial values if the folder lacks
+/// them.
 ///
 /// # Errors
 /// When the weights cannot be read or belong to another model, or when moments are requested and a parameter has none.
@@ -152,7 +152,7 @@ pub fn parameters(
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
     // Muon's running mean squares of matrix rows; zeros if the checkpoint does not contain them. They need no bias
-    // correction: it would change all rows of a matrix by the same factor, which row normalization removes.
+    // correction: row normalization keeps a matrix's norm, so a factor common to all of its rows has no effect.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

@@ -133,8 +133,8 @@ pub fn notify(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
 }
 
-/// Opens a file of this program for writing, without following a symbolic link: through a link, anybody who may write
-/// in the folder could make this program overwrite any file of its user.
+/// Opens a file for writing, without following a symbolic link. Otherwise anybody who may write in the folder could,
+/// with a link, make this program overwrite any file of the user who runs it.
 pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
     #[cfg(unix)]
     {
@@ -153,8 +153,8 @@ pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
     })
 }
 
-/// Reads a text file that is expected to be small. A file of more than `most` bytes is an error, so that it cannot fill
-/// the memory.
+/// Reads a text file that is expected to be small. Returns an error for a file of more than `most` bytes, because a
+/// large file could fill the memory.
 pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
     use std::io::{Error, ErrorKind, Read};
     let mut bytes = Vec::new();

@@ -10,7 +10,7 @@ use crate::{open_own, writing};
 
 const LOCK: &str = ".lock";
 
-/// How long a process keeps trying to take a lock, in case [`Lock::is_held`] holds it for a moment.
+/// How long a process keeps trying to take a lock. A check by [`Lock::is_held`] locks the file for a moment.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// A locked file. The system releases the lock when the process ends, however it ends.

@@ -32,10 +32,10 @@ pub struct Point {
     /// How many standard deviations the gradient norm is above its mean over recent steps.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub grad_norm_z: Option<f64>,
-    /// Whether the update was skipped because of a spike.
+    /// Whether the update was skipped because of a spike of the loss or the gradient norm.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub skipped: bool,
-    /// Model FLOP/s utilization: share of the machine's peak FLOP/s, if the peak is known.
+    /// Model FLOP/s utilization: share of the peak FLOP/s of all ranks' devices, if the peak is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
     /// Power draw of the GPU after the step, watts.
@@ -53,7 +53,7 @@ pub struct Point {
     /// Validation loss after the step, bits per byte of text.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_bits_per_byte: Option<f64>,
-    /// Validation loss after the step with the attention of `--eval-attn`, nats per token.
+    /// Validation loss after the step, nats per token, computed with the attention scheme of `--eval-attn`.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
     /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the previous
@@ -67,21 +67,22 @@ pub struct Point {
     /// The rank whose gradients took longest in the previous step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
-    /// The slowest rank's time for forward and backward, divided by the median of this time over all ranks.
+    /// The time that `slowest_rank` took for forward and backward in the previous step, divided by the median over all
+    /// ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
     /// SLA2, after a validation: share of dense attention's (query, key) pairs that the selection skips.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_sparsity: Option<f64>,
-    /// SLA2, after a validation: the mean weight of the selected blocks in the output.
+    /// SLA2, after a validation: the mean weight of exact attention in its mixture with the tail.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_exact_weight: Option<f64>,
     /// SLA2, after a validation: of the probability mass that dense attention has on past blocks, the fraction on
     /// selected blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_mass_caught: Option<f64>,
-    /// SLA2, after a validation: the number of query blocks that select the most-selected key block, divided by the
-    /// mean number per key block.
+    /// SLA2, after a validation: the number of query blocks that select a key block, as the maximum over key blocks
+    /// divided by the mean.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
     /// Seconds that the run has taken so far, including the time before it was resumed.
@@ -164,7 +165,7 @@ pub struct Outcome {
     pub val_bits_per_byte: f64,
     /// Unigram entropy of the data, nats per token.
     pub unigram_entropy: f64,
-    /// Training speed without validation, tokens per second.
+    /// Training speed, tokens per second. The time of validations is not counted.
     pub tokens_per_second: f64,
     /// Every step.
     pub points: Vec<Point>,

@@ -33,7 +33,7 @@ pub struct OptimizerStep {
     pub step: u64,
     /// Learning rate of all parameters except Muon's matrices, which follow [`MuonConfig::learning_rate`].
     pub lr: f64,
-    /// Number of gradients that were summed.
+    /// Number of summed gradients (of micro-batches, or of parts of them). The update divides the sum by this number.
     pub gradients: usize,
 }
 
@@ -95,7 +95,7 @@ impl Optimizer {
     pub fn scratch_bytes(&self, specs: &[ParameterSpec], element: u64) -> u64 {
         match self {
             Self::AdamW(_) => 0,
-            // The update directions of hidden matrices, for one piece of parameter memory at a time.
+            // The update directions of hidden matrices. They exist for one piece (about `PIECE` parameters) at a time.
             Self::Muon(_) => {
                 let matrices = specs.iter().filter(|spec| spec.kind.is_hidden_matrix());
                 matrices.map(ParameterSpec::len).sum::<u64>().min(PIECE as u64) * element
@@ -121,7 +121,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates a shard. `squares` is the sum of squares of the whole gradient: if it is not finite, nothing changes.
+    /// Updates a shard of the parameters. `squares` is the sum of squares of the gradient of all parameters: if it is
+    /// not finite, nothing changes.
     ///
     /// # Errors
     /// When the shard's state belongs to another optimizer.

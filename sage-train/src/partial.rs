@@ -15,8 +15,8 @@ pub const PARTIAL: &str = ".partial";
 /// works in the folder.
 const MARK: &str = "unfinished-by-sage-train";
 
-/// The journal: the file from which the work in an unfinished folder can be resumed. This module never removes a folder
-/// that contains a journal.
+/// The journal: the file that records how much of an unfinished folder is complete, so that a later process can resume.
+/// This module never removes a folder that contains a journal.
 pub const JOURNAL: &str = "progress.json";
 
 /// The temporary path at which a file or folder is written.
@@ -92,7 +92,7 @@ impl Folder {
         Self::open(target, false)
     }
 
-    /// As [`Folder::begin`], but continues an unfinished folder that has a journal.
+    /// As [`Folder::begin`], but continues an unfinished folder that contains a [`JOURNAL`].
     ///
     /// # Errors
     /// When the folder exists, something else has its temporary name, or another process is making it.
@@ -151,7 +151,7 @@ impl Folder {
     /// # Errors
     /// When the folder cannot be synced or renamed.
     pub fn finish(mut self) -> Result<()> {
-        // The lock is moved out of `self`, so that a failure from here on does not remove the finished work on drop.
+        // Without a lock in `self`, `drop` keeps the folder, even if a call below fails.
         let lock = self.lock.take();
         for entry in std::fs::read_dir(&self.partial).map_err(writing(&self.partial))? {
             sync(&entry.map_err(writing(&self.partial))?.path())?;
@@ -161,8 +161,8 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // The journal is removed after the rename, because interrupted work resumes from it. A journal in a renamed
-        // folder is harmless.
+        // The journal is removed after the rename: if the process ends before the rename, the next attempt needs the
+        // journal to resume. A journal in a renamed folder is harmless.
         let _ = std::fs::remove_file(self.target.join(JOURNAL));
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),

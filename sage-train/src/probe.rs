@@ -1,7 +1,7 @@
 //! Measures the errors of low-bit attention, and of linear layers in FP8, against unquantized computation. On the
 //! tensors of a trained model, errors are measured for each layer and head (Table 2 of arXiv 2603.02170), optionally
 //! with only one matmul or operand quantized. The magnitudes of these tensors are measured too. On random tensors,
-//! errors are measured for several standard deviations (Table 1).
+//! errors are measured for several standard deviations of Q and K (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
@@ -43,7 +43,7 @@ pub struct ProbeOptions {
     pub sequences: usize,
     /// Whether to also report each head.
     pub heads: bool,
-    /// Whether to also quantize each matmul or operand alone, and measure the errors.
+    /// Whether to also measure, for each matmul or operand, the errors if only this one is quantized.
     pub products: bool,
     /// Factor by which queries and keys are multiplied.
     pub qk_scale: f64,
@@ -60,7 +60,7 @@ impl Default for ProbeOptions {
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run through the
 /// model with unquantized attention. Attention on each layer's Q, K, V and dO is then computed again with the run's
 /// low-bit scheme (SageBwd, if the run has none). `settings` override the run's settings. `typed` are the settings on
-/// the command line: none of them may apply only to another scheme.
+/// the command line. Those for attention must apply to the probed scheme.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
@@ -85,8 +85,8 @@ pub fn probe(folder: &Path, options: ProbeOptions, settings: Settings, typed: &S
     Ok(probed)
 }
 
-/// The scheme to probe: the model's, or SageBwd for a model that was trained with unquantized attention. With a soft
-/// cap or sinks, which need the logits themselves, SageBwd does not smooth keys.
+/// The scheme to probe: the model's, or SageBwd for a model that was trained with unquantized attention. If the model
+/// has a soft cap or sinks, this SageBwd has no smoothing.
 pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
     if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::Unquantized) {
         return scheme;
@@ -178,8 +178,8 @@ fn unquantized(model: &LlamaConfig) -> LlamaConfig {
     }
 }
 
-/// Query, key, value and output gradient of every layer, under unquantized attention with the model's windows, soft cap
-/// and sinks.
+/// Every layer's query, key, value and gradient of attention's output, from the model with unquantized attention. The
+/// model's windows, soft cap and sinks apply here, but not in the probe's measurements.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
@@ -222,7 +222,7 @@ struct LayerErrors {
 struct HeadErrors {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    /// For each matmul or operand (order: [`Anatomy::parts`]): the errors of [`RESULTS`] if only it is quantized.
+    /// For each of [`Anatomy::parts`], a matmul or operand: the errors of O, dQ, dK and dV if only it is quantized.
     products: Vec<(&'static str, [Option<Sums>; 4])>,
     out_of_range: Vec<(&'static str, OutOfRange)>,
     /// Number of (sequence, query head) pairs over which the sums are taken.
@@ -293,8 +293,8 @@ fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<
     x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Measures a layer: computes attention of every sequence and head with and without quantization, and compares all
-/// intermediate quantities.
+/// Measures a layer: computes attention of every sequence and head with and without quantization, and compares the
+/// two computations.
 fn tensors_of_layers(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
@@ -350,7 +350,7 @@ fn tensors_of_layers(
         Ok(found)
     };
     let mut all = vec![HeadErrors::default(); heads];
-    // Computes as many pairs of a key head and a sequence in parallel as fit in the free memory.
+    // Computes in parallel as many (key head, sequence) pairs as fit in the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
@@ -359,7 +359,7 @@ fn tensors_of_layers(
     Ok(LayerErrors { heads: all })
 }
 
-/// Bytes of free memory; 8 GiB if the system does not report it.
+/// Bytes of free CPU memory; 8 GiB if the system does not report it.
 fn available() -> u64 {
     free_memory().unwrap_or(8 << 30)
 }
@@ -375,8 +375,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// The errors of a query head. `first` says whether it is the first query head of its key head. Only the first query
-/// head has the key head's dK and dV.
+/// The errors of a query head. `first`: whether it is the first query head of its key head. Only then are the errors of
+/// the key head's dK and dV included.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),

@@ -1,7 +1,7 @@
 //! Ranks: several processes, each with a separate GPU, that train one model. This module finds a process's rank,
 //! connects the ranks, exchanges tensors between them, and detects that a rank has died.
 //!
-//! A run with one process is a run with one rank, on the same code path.
+//! A run with one process has one rank, and uses the same code as a run with several.
 
 mod control;
 mod greeting;
@@ -127,7 +127,7 @@ impl Ranks {
         Self { mesh: Mesh::ALONE, all, shards, replicas, context, channel: ControlChannel::alone() }
     }
 
-    /// Connects the ranks' devices in the groups of `mesh`.
+    /// Connects the ranks' devices.
     ///
     /// # Errors
     /// When the devices cannot reach each other.
@@ -206,8 +206,8 @@ impl Ranks {
         &self.channel
     }
 
-    /// All-gathers the same count of numbers from each rank, and returns the numbers of each rank, in the order of the
-    /// ranks.
+    /// All-gathers numbers: returns the `numbers` of each rank, in the order of the ranks. Every rank must pass the
+    /// same count.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -295,7 +295,7 @@ impl ControlChannel {
         }
     }
 
-    /// Reports the start of a step; steps count from 1.
+    /// Sets the step that this rank starts (the first step is 1), and this rank's activity.
     pub fn step(&self, step: u64, what: &str) {
         if let Some(connection) = &self.connection {
             connection.step(step, what);

@@ -238,8 +238,7 @@ impl Run {
         let second =
             self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
         let mut second = Self { points: second.collect(), probes: Vec::new(), ..self.clone() };
-        // Metrics omit an `eval_attn_loss` that is not finite. If the last point has a `val_loss` but no
-        // `eval_attn_loss`, `second` counts as diverged.
+        // Metrics omit an `eval_attn_loss` that is not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the validation loss with --eval-attn is not finite".into());
@@ -254,8 +253,8 @@ impl Run {
         name.to_string_lossy().into_owned()
     }
 
-    /// How the run ended, if it is known. A folder of an earlier version has no recorded ending; its run is finished if
-    /// it has all steps and a validation loss.
+    /// How the run ended, if it is known. Older versions of this program recorded no endings: a run without a recorded
+    /// ending is finished if it has all steps and a validation loss.
     pub fn status(&self) -> Option<Status> {
         match &self.ending {
             Some(ending) => Some(ending.status),
@@ -338,10 +337,10 @@ pub fn ending(folder: &Path) -> Result<Option<RunEnd>> {
     optional(&folder.join(ENDING))
 }
 
-/// The hash of a run's tokenizer, from its last start; `None` if it is not recorded.
+/// The hash of the tokenizer that a run used at its last start; `None` if it is not recorded.
 ///
 /// # Errors
-/// When the file of its starts is damaged.
+/// When the run's `starts.json` is damaged.
 pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
     let starts: Option<Vec<Start>> = optional(&run.join(STARTS))?;
     Ok(starts.and_then(|mut starts| starts.pop()).and_then(|start| start.tokenizer))
@@ -364,7 +363,7 @@ fn entries_of(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(inside)
 }
 
-/// A message for each of a sweep's runs that crashed and has not recorded an ending since.
+/// One message for each run of a sweep that crashed and has no `ending.json` from after the crash.
 pub fn crashed(sweep: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries
@@ -381,7 +380,7 @@ pub fn crashed(sweep: &Path) -> Vec<String> {
     warnings
 }
 
-/// Whether a run of a sweep recorded an ending after its crash record.
+/// Whether a run's `ending.json` is newer than its `.crash.json`; false if one of the files is missing.
 pub fn ended_since(sweep: &Path, name: &str) -> bool {
     let changed = |path: PathBuf| std::fs::metadata(path).and_then(|about| about.modified()).ok();
     let crash = changed(sweep.join(PLAN).join(format!("{name}.crash.json")));

@@ -54,7 +54,7 @@ impl GeneratedText {
 pub struct Writer<'a> {
     /// The model.
     pub model: &'a Llama,
-    /// The attention scheme of tokens after the prompt. With `None`, each layer keeps its scheme.
+    /// The attention scheme of tokens after the prompt. With `None`, they attend like the prompt.
     pub following: Option<Scheme>,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
@@ -107,7 +107,8 @@ impl Writer<'_> {
             ids.push(next);
         }
         let seconds = start.elapsed().as_secs_f64();
-        // Some decoders remove the space in front of a text. The text after the prompt must keep its space.
+        // Some decoders remove a leading space. The generated text must keep it, and is therefore decoded together with
+        // the prompt.
         let (prompt, all) =
             (self.tokenizer.decode(&ids[before..begun])?, self.tokenizer.decode(&ids[before..])?);
         let text = match all.strip_prefix(&prompt) {

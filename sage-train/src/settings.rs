@@ -105,12 +105,12 @@ fn key_of(field: &str) -> String {
     if field == tables::SOURCES { "data".into() } else { field.replace('_', "-") }
 }
 
-/// The keys of the settings that have a role.
+/// The keys of the settings that have the role `role`.
 pub fn keys_with(role: Role) -> Vec<String> {
     declared().filter(|(_, roles)| roles.contains(&role)).map(|(field, _)| key_of(field)).collect()
 }
 
-/// Whether a setting has a role.
+/// Whether the setting `key` has the role `role`.
 pub fn has_role(key: &str, role: Role) -> bool {
     declared().any(|(field, roles)| roles.contains(&role) && key_of(field) == key)
 }
@@ -157,7 +157,7 @@ impl Settings {
 mod tests {
     use super::*;
 
-    /// [`has_role`] finds a setting only if the key of its field equals its flag.
+    /// [`key_of`] turns the fields' names into the names of the flags. [`has_role`] relies on this.
     #[test]
     fn every_flag_is_declared() {
         let mut declared: Vec<String> = declared().map(|(field, _)| key_of(field)).collect();
@@ -167,8 +167,8 @@ mod tests {
         assert_eq!(declared, flags);
     }
 
-    /// A setting that is parsed and never read would be accepted silently. (This test misses the setting if another
-    /// struct has a field of the same name that is read.)
+    /// Finds settings that are parsed but never read. Misses a setting if another struct's field has the same name
+    /// and is read.
     #[test]
     fn every_setting_is_read() {
         fn sources(folder: &std::path::Path, all: &mut String) {
@@ -199,7 +199,7 @@ mod tests {
         assert!(unread.is_empty(), "{unread:?}");
     }
 
-    /// Ranks compare the run's identity and the settings with the role `Together`. A setting need not be in both.
+    /// Ranks always compare the run's identity. Only settings outside the identity need the role `Together`.
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);

@@ -21,7 +21,7 @@ use crate::notify;
 pub enum SecondSignal {
     /// The program ends at once.
     Ends,
-    /// [`several_received`] reports the second signal, so that the program can end its child processes first.
+    /// [`several_received`] reports the second signal: the program ends its child processes, then exits.
     IsNoted,
     /// The second signal has no effect, because the first signal already ends the current work without saving it.
     IsNotNeeded,
@@ -113,7 +113,7 @@ fn hangup_signal() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Sets the work that the program finishes if a signal stops it (`step 3 of 300`), for the message about the signal.
+/// Sets the name of the current work, e.g. `step 3 of 300`. The message about a signal contains it.
 pub fn set_activity(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();

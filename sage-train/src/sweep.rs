@@ -89,7 +89,7 @@ impl Sweep {
         self.folder.join(PLAN)
     }
 
-    /// Whether the runs differ in setting `key`, but no run has this value.
+    /// Whether the runs differ in setting `key`, but no run sets it to `value`.
     pub fn lacks_value(&self, key: &str, value: &toml::Value) -> bool {
         let value = crate::config::as_text(value);
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))

@@ -64,7 +64,7 @@ pub enum Origin {
     New,
     /// From initial weights, in the existing folder of a run that ended before its first checkpoint.
     Restart,
-    /// From a checkpoint, in the folder of its run.
+    /// From a checkpoint. The run continues in its existing folder.
     Resume(Box<FoundCheckpoint>),
     /// From a checkpoint of another run; this run gets a new folder.
     Branch(Box<FoundCheckpoint>),
@@ -167,7 +167,7 @@ pub fn run_as(
         before,
     };
     if matches!(begin, Origin::Branch(_)) {
-        // A run that branches off another run first saves a checkpoint, so that it can be resumed if it stops early.
+        // With this checkpoint the new run can be resumed even if it stops early.
         run.checkpoint(first);
     }
     to_its_end(run, channel)
@@ -177,7 +177,7 @@ pub fn run_as(
 /// remain, and the changed settings are appended.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()> {
     let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // If no step is left, changed settings have no effect, and are not appended unless --steps is one of them.
+    // If no step is left to train and --steps is unchanged, other changes have no effect, and nothing is written.
     if found.manifest.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -259,8 +259,8 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
     }
 }
 
-/// Removes the record of how an earlier start of the run ended. If another rank's failure ends the process of rank 0,
-/// that process first records the failure.
+/// Removes the record of how an earlier start of the run ended. On rank 0, makes `channel` record a failure
+/// before it ends the process.
 fn no_ending_yet(folder: &RunDir, channel: &ControlChannel) -> Result<()> {
     folder.remove(ENDING)?;
     if channel.rank().is_first() {
@@ -328,7 +328,7 @@ fn to_its_end(mut run: Run<'_>, channel: &ControlChannel) -> std::result::Result
 /// The text that all ranks must agree on before any long work starts.
 fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.manifest.step));
-    // Paths differ between machines; the data behind them is compared once it is read.
+    // Paths are left out, because they differ between machines. The ranks' data is compared after it is read.
     let mut settings: Identity = config.identity();
     settings.retain(|key, _| !has_role(key, Role::Path));
     let all = Table::try_from(&config.settings).expect("settings are plain values");
@@ -336,7 +336,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), as_text);
         settings.insert(key, value);
     }
-    // A rank may leave out --checkpoint-every while another sets its default: only the resolved values must agree.
+    // The resolved value: a rank may leave out --checkpoint-every if the others set it to its default.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
@@ -358,7 +358,7 @@ fn load(config: &Config, channel: &ControlChannel, progress: &Progress) -> Resul
     first.map_or_else(load, Ok)
 }
 
-/// Rank 0 makes or opens the run's folder; the other ranks read from it.
+/// Rank 0 makes or opens the run's folder; the other ranks open the folder only to read.
 fn open_folder(config: &Config, begin: &Origin, channel: &ControlChannel) -> Result<(RunDir, Vec<Point>)> {
     let first = begin.found().map_or(0, |found| found.manifest.step);
     if channel.rank().is_first() {
@@ -413,12 +413,11 @@ fn try_out(config: &Config) -> Result<()> {
     std::fs::write(&probe, "").and_then(|()| std::fs::remove_file(&probe)).map_err(writing(&config.out))
 }
 
-/// The steps that the run was planned for when the checkpoint was written.
+/// The number of steps that the run was planned for when the checkpoint was written.
 fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
     found.manifest.settings.as_ref()?.get("steps")?.parse().ok()
 }
 
-/// Reports that the learning-rate schedule differs from the schedule of the run so far.
 fn log_changed_schedule(found: &FoundCheckpoint, config: &Config, progress: &Progress) {
     if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
         progress.print(&format!(

@@ -29,8 +29,8 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights in a run's folder, which is the step of the last validation. `None`, and not an error, if
-/// the metrics are missing or unreadable, because the weights can still be used.
+/// The step of the last validation, after which the weights in the run's folder were saved. `None`, and not an error,
+/// if the metrics are missing or unreadable, because the weights can still be used.
 fn last_step(run: &Path) -> Option<u64> {
     if !run.join(METRICS).exists() {
         return None;
@@ -40,8 +40,8 @@ fn last_step(run: &Path) -> Option<u64> {
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
-/// Reduces training in `settings` to one step of one micro-batch. Otherwise, [`Config::resolve`] could refuse
-/// a micro-batch or context that does not divide the run's tokens per step.
+/// Reduces the length of training to one step of one micro-batch. Otherwise, [`Config::resolve`] could refuse the
+/// settings, because the tokens per step are not a multiple of micro-batch x context.
 fn one_micro_batch(mut settings: Settings) -> Settings {
     let micro_batch = settings.batch.micro_batch.unwrap_or(8);
     let tokens = settings.data.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));

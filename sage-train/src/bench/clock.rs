@@ -1,4 +1,5 @@
-//! Measures time and memory of calls on a device, with CUDA events on a GPU and the wall clock on a CPU.
+//! Measures the time and the peak memory of calls on a device. CUDA events measure the time on a GPU; the wall clock
+//! measures it on a CPU.
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;

@@ -14,8 +14,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements as an exchange; on a GPU
-/// its elements have 16 bits. In preset `325m`, one layer has 54.5 MB, the embedding 206 MB, all parameters 1297 MB.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has the same number of elements, on a GPU in 16
+/// bits. In preset `325m`, one layer has 54.5 MB, the embedding 206 MB, all parameters 1297 MB.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.
@@ -34,9 +34,9 @@ pub struct Link {
 pub struct UpdateTimes {
     /// Number of parameters.
     pub parameters: u64,
-    /// Milliseconds if each rank updates the whole model.
+    /// Milliseconds of the update if each rank updates the whole model.
     pub alone: f64,
-    /// Milliseconds if the ranks share the update.
+    /// Milliseconds of the update if the ranks share it.
     pub together: f64,
 }
 
@@ -46,9 +46,9 @@ pub struct Links {
     ranks: usize,
     /// Whether the GPUs' copy engines (DMA units) transferred the data.
     engines: bool,
-    /// The type of gathered weights.
+    /// The type of the weights in an all-gather.
     weights: DType,
-    /// The times, by size.
+    /// The times of an exchange and a gather, for each size.
     pub links: Vec<Link>,
     /// Milliseconds of a gather of 64 bytes.
     pub latency: f64,

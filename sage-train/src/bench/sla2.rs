@@ -1,5 +1,4 @@
-//! Measures the speed of SLA2 and of dense attention in the same scheme. SLA2's times include the router, the block
-//! lists and the tail.
+//! Measures the speed of SLA2 and of dense attention in the same scheme.
 
 use candle_core::Tensor;
 use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
@@ -10,7 +9,7 @@ use crate::during;
 use crate::model::Sla2Config;
 use crate::settings::{Attn, Settings, Share};
 
-/// A row of the benchmark: `D:N:SPARSITY`, with a causal mask.
+/// A row of the benchmark, written `D:N:SPARSITY`. The mask is causal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Row {
     /// head_dim.
@@ -65,19 +64,20 @@ pub struct Measured {
     pub scheme: Scheme,
     /// Dense attention: forward, and forward with backward.
     pub dense: [f64; 2],
-    /// Attention to the selected blocks, with precomputed block lists: forward, and forward with backward.
+    /// Times of attention to the selected blocks, with precomputed block lists: forward, and forward with backward.
     pub sparse: [f64; 2],
     /// Times of all of SLA2 (with the router, the block lists and the tail): forward, and forward with backward.
     pub sla2: [f64; 2],
-    /// Time of forward and backward if each query block selects the sequence's first block and the nearest blocks.
+    /// Attention to the sequence's first block and to the blocks nearest to each query block: forward with backward.
     pub sink: f64,
     /// Time of the router and of building the block lists.
     pub select: f64,
-    /// Peak memory of forward and backward, in bytes beyond the inputs: dense attention's and SLA2's. `None` on a CPU.
+    /// Peak memory of forward with backward, without the inputs, in bytes: for dense attention and for SLA2. `None` on
+    /// a CPU.
     pub extra_bytes: Option<[u64; 2]>,
 }
 
-/// The results for one row of the benchmark: first without quantization, then with SageBwd.
+/// Measures one row of the benchmark: first without quantization, then with SageBwd.
 ///
 /// # Errors
 /// When the row's sparsity cannot be reached, the device has no kernels for the shape, or memory is short.

@@ -9,8 +9,9 @@ use super::{FOLDER, MANIFEST, MARKER, Manifest, RankFile, VERSIONS, digest, name
 use crate::hex;
 use crate::ranks::Rank;
 
-/// Reads a checkpoint's `checkpoint.json`. Checks it against the marker file, the known versions and the folder's
-/// name. The hashes of the files of weights and moments are checked too: each rank checks a share of these files.
+/// Reads a checkpoint's `checkpoint.json`. Checks that its hash is in the marker file, that its version is one of
+/// [`VERSIONS`], and that the folder's name contains its step. The hashes of the files of weights and moments are
+/// checked too: each rank checks a share of these files.
 ///
 /// # Errors
 /// When the checkpoint is damaged or incomplete, its step differs from its folder's name, or its version is unknown.

@@ -16,7 +16,7 @@ pub(super) struct AttentionOverrides {
     /// in all layers [default: the run's; "" if --attn names another scheme than the run's]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
-    /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]
+    /// SageBwd and Attn-QAT: operands whose mean over tokens is subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
     /// SageBwd: tokens from which --smoothing computes the means of K and V: `all`, or `sample-N` for N evenly spaced
@@ -27,8 +27,8 @@ pub(super) struct AttentionOverrides {
     /// as `forward,s,dv` (`sage-train --help` explains them) [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the backward's scales (no effect on the evaluated loss): `vector`, `group-N` or `tile`
-    /// [default: the run's]
+    /// SageBwd: number of rows or columns of P, dS and dO that share a scale in the backward: one (`vector`), N
+    /// (`group-N`), or all of a tile (`tile`). It does not change the evaluated loss [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: `tokens` or `head-dim` [default: the run's]
@@ -65,7 +65,7 @@ impl AttentionOverrides {
         }
     }
 
-    /// Checks that the settings of the command line apply to the attention that is computed.
+    /// Checks that these flags apply to the attention of `config`.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let typed = Settings::with(|s| s.attention = self.settings());
         check_own(&typed, config.attn, config.model.scheme, config.model.sla2.as_ref())

@@ -20,7 +20,7 @@ use crate::settings::{Preset, SchemeSetting, Settings};
 /// What can be measured.
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// Measure the time of attention on random inputs of a list of shapes
+    /// Measure the time of attention on random inputs, for a list of shapes
     Attention(BenchAttention),
     /// Measure the time of SLA2 and of dense attention, each unquantized (fpa) and in INT8 (sagebwd)
     Sla2(BenchSla2),
@@ -58,14 +58,15 @@ impl Pauses {
 /// times are measured with CUDA events. Times include quantization and smoothing.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes, e.g. 64:4096:1: head_dim (or 192/128: 192 for queries and keys, 128 for values), tokens, causal mask (1)
-    /// or not (0), and optionally the width of a sliding window. A head_dim above 128 runs with `fpa` on compute
-    /// capability 8.0, 9.0 and 10.x, and with `sagebwd:products=scores` on 9.0 [default: causal, D 64 and 128, N 1024;
-    /// on a GPU also N 8192 and 16384]
+    /// Shapes, such as `64:4096:1`. D: head_dim, or `192/128` for 192 in queries and keys and 128 in values. N: tokens.
+    /// CAUSAL: 1 with a causal mask, 0 without. WINDOW: width of a sliding window, in tokens. On a GPU, a head_dim
+    /// above 128 is supported only by `fpa` (compute capability 8.0, 9.0, 10.x) and `sagebwd:products=scores` (9.0)
+    /// [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
-    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme;
-    /// sagebwd with several settings]
+    /// Schemes to measure, separated by semicolons. `:KEY=VALUE` changes a scheme's setting (`sage-train --help`,
+    /// section Attention). Example: "fpa;sagebwd:smoothing=kv" [default: every scheme with default settings, and
+    /// sagebwd with four other sets of settings; on a GPU, for a head_dim above 128: fpa and one set of sagebwd]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';')]
     schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
@@ -74,14 +75,14 @@ pub(super) struct BenchAttention {
     /// Tokens of a batch; a sequence with more tokens is a batch by itself [default: 16384; on the CPU one sequence]
     #[arg(long, value_name = "N")]
     total_tokens: Option<usize>,
-    /// Width of all heads together: heads = width / head_dim
+    /// Channels of all heads together. The number of heads is width / head_dim
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: usize,
     /// Number of timed calls of the forward, and of forward + backward [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Supported by the schemes
-    /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" [default: none]
+    /// Soft cap of the logits: each logit x becomes CAP * tanh(x / CAP). In Gemma 2, CAP is 50. Supported by `fpa`,
+    /// `attn-qat` and `sagebwd:smoothing=none:products=scores` [default: no cap]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
     /// ALiBi: from each logit, subtract a multiple of the distance between query and key
@@ -135,8 +136,8 @@ impl BenchAttention {
 /// times are measured with CUDA events. Times include quantization; SLA2's also include the router and the block lists.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchSla2 {
-    /// Shapes, e.g. 128:16384:90%: head_dim, tokens, and sparsity (fraction of the causal (query, key) pairs outside
-    /// the selected blocks) [default: 128:4096:85%, 128:16384:90%, 128:32768:95% and 128:131072:95%]
+    /// Shapes, such as `128:16384:90%`. D: head_dim. N: tokens. SPARSITY: fraction of the causal (query, key) pairs
+    /// outside the selected blocks [default: 128:4096:85%, 128:16384:90%, 128:32768:95% and 128:131072:95%]
     #[arg(value_name = "D:N:SPARSITY")]
     rows: Vec<sla2::Row>,
     /// Where to measure [default: cuda if this build has it]
@@ -145,7 +146,7 @@ pub(super) struct BenchSla2 {
     /// Tokens of a batch; a sequence with more tokens is a batch by itself
     #[arg(long, value_name = "N", default_value_t = 32768)]
     total_tokens: usize,
-    /// Width of all heads together: heads = width / head_dim
+    /// Channels of all heads together. The number of heads is width / head_dim
     #[arg(long, value_name = "N", default_value_t = 1024)]
     width: usize,
     /// Number of timed calls for each reported time
@@ -183,7 +184,7 @@ impl BenchSla2 {
     }
 }
 
-/// What to measure. Each time is the median of several calls. If the device is a GPU, CUDA events measure it.
+/// What to measure. Reported times are medians of several calls. On a GPU, they are measured with CUDA events.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchLinks {
     /// Number of this machine's GPUs to use, if neither torchrun nor srun starts the processes [default: 2]
@@ -198,7 +199,7 @@ pub(super) struct BenchLinks {
     /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node
     #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
     copy_engines: CopyEngines,
-    /// Size of the largest all-to-all exchange to measure, in megabytes
+    /// Omit exchanges (all-to-all) of more than this size. The sizes are 4, 54.5, 206 and 1297 megabytes per GPU
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
     /// Number of timed calls for each reported time

@@ -19,8 +19,9 @@ use crate::partial;
 use crate::quantity::{Quantity, counted, grouped};
 use crate::{during, notify};
 
-const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
-                      or recipes for public data sets (tinystories, openwebtext, fineweb-edu)";
+const INPUTS: &str = "Text: files, folders, patterns such as 'texts/*.txt', data sets on the Hugging Face Hub \
+                      (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), or short names of data sets (tinystories, \
+                      openwebtext, fineweb-edu)";
 
 /// The subcommands of `data`.
 #[derive(Debug, Subcommand)]
@@ -29,7 +30,8 @@ pub(super) enum Data {
     Prepare(Prepare),
     /// Train a byte-level BPE on text
     Tokenizer(TrainTokenizer),
-    /// Check every shard of a folder: its hash against the shard's .bin.json file, its token ids against the tokenizer
+    /// Check every shard of a folder: its hash must equal the one in its .bin.json file, and its token ids must be in
+    /// the tokenizer's vocabulary
     Check {
         /// Folder of shards
         folder: PathBuf,
@@ -66,14 +68,14 @@ pub(super) struct Prepare {
     /// Fraction of the documents kept for validation
     #[arg(long, value_name = "FRACTION", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
-    /// Validation data, in the same forms as DATA. With it, no fraction of DATA is kept for validation
+    /// Validation data, in the same forms as DATA. May be repeated. With it, no fraction of DATA is kept for validation
     #[arg(long, value_name = "VAL_DATA")]
     val_data: Vec<String>,
     /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
-    /// [default: `text`, or the column that a recipe names]
+    /// Key of JSON lines (`a.b` is key b inside the object a), or column of CSV or parquet, that holds the text
+    /// [default: `text`; for a data set with a short name, its text column]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text). Without it, they are an error
@@ -92,8 +94,8 @@ pub(super) struct TrainTokenizer {
     /// Vocabulary size; 32k is 32,768
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
-    /// [default: `text`, or the column that a recipe names]
+    /// Key of JSON lines (`a.b` is key b inside the object a), or column of CSV or parquet, that holds the text
+    /// [default: `text`; for a data set with a short name, its text column]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text). Without it, they are an error
@@ -177,7 +179,7 @@ impl Prepare {
             0 => String::new(),
             n => format!("text that is not in the vocabulary: {}\n", counted(n, "token")),
         };
-        // If an earlier version of sage-train tokenized all of the text, `token_bytes` is 0.
+        // `token_bytes` is 0 if an earlier version of sage-train, which did not count it, tokenized the text.
         let token_bytes = prepared.train.token_bytes + prepared.validation.token_bytes;
         dropped_text(bytes, token_bytes)
             .filter(|_| token_bytes > 0)

@@ -24,7 +24,7 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
         .hint("leave --tokenizer out: the run then uses the tokenizer of --init-from"))
 }
 
-/// Checks that the new run's embedding has as many rows as the initial weights'.
+/// Checks that the embedding of the new run and the embedding in the initial weights have the same number of rows.
 fn check_rows(folder: &Path, settings: &Settings, of_weights: &Settings) -> Result<()> {
     let (Some(now), Some(rows)) = (settings.data.vocab_size, of_weights.data.vocab_size) else {
         return Ok(());
@@ -36,8 +36,8 @@ fn check_rows(folder: &Path, settings: &Settings, of_weights: &Settings) -> Resu
     }
     let hint = match now == rows {
         true => {
-            "presets from 40m on pad the vocabulary to a multiple of 128: use --preset mini, or leave it out; \
-                 --init-from sets the model's sizes"
+            "presets from 40m on pad the vocabulary to a multiple of 128: use --preset mini, or leave \
+             --preset out; --init-from sets the model's sizes"
         }
         false => "leave --vocab-size out: --init-from sets it",
     };

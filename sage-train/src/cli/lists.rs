@@ -8,8 +8,8 @@ use toml::{Table, Value};
 
 use crate::settings::{Role, Settings, has_role};
 
-/// The command line after each list of values (`1,2,3`) was replaced by its first value. `lists` has the replaced
-/// lists.
+/// A command line that may contain lists of values, such as `1,2,3`. `words` contains only the first value of each
+/// list; `lists` contains all values.
 #[derive(Debug)]
 pub(super) struct ExpandedCommand {
     pub(super) words: Vec<OsString>,
@@ -63,8 +63,7 @@ impl ExpandedCommand {
         Self { words, lists }
     }
 
-    /// A table from the key of each list to the list's values. `settings` parses a command line in which each list is
-    /// replaced by one of its values.
+    /// The lists as TOML, such as `seed = [1, 2]` for `--seed 1,2`. `settings` parses a command line without lists.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
@@ -95,8 +94,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether the commas separate the thousands of one number, as in `4,096`, and not the values of a list. The values of
-/// a list have no leading zeros. So `4,196` counts as a list.
+/// Whether the commas separate the thousands of one number, as in `4,096`, and not the values of a list. Without
+/// a zero directly after a comma, as in `4,196`, the text counts as a list.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {
@@ -107,8 +106,9 @@ fn is_grouped(value: &str) -> bool {
         && words.any(|word| word.starts_with('0'))
 }
 
-/// The values of a list. A number with grouped thousands is one value, which is rejected later. A set of INT8 matmuls
-/// may contain commas: `paper,forward,s,dv` has the values `paper` and `forward,s,dv`. Seeds may be a range: `1-3`.
+/// The values of a list. A number with grouped thousands is one value, which is rejected later. A value that is a set
+/// of INT8 matmuls may contain commas: the list `paper,forward,s,dv` has two values, `paper` and `forward,s,dv`. Seeds
+/// may be a range: `1-3`.
 fn split(key: &str, value: &str) -> Vec<String> {
     if is_grouped(value) {
         return vec![value.to_owned()];

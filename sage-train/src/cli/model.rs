@@ -43,7 +43,7 @@ pub(super) struct Sample {
     /// Sample from the K most likely tokens; 0 for all tokens
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Sample from the most likely tokens that together have this probability
+    /// Sample from the fewest most likely tokens that together have this probability; 1 for all tokens
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     top_p: f64,
     /// Seed of the sampling
@@ -55,7 +55,8 @@ pub(super) struct Sample {
     /// Encode special tokens in the prompt, such as `<|im_start|>`, as tokens. By default they are text
     #[arg(long)]
     special_tokens: bool,
-    /// Attention for the prompt and the new tokens [default: the run's for the prompt, unquantized for new tokens]
+    /// Attention for the prompt and the new tokens [default: for the prompt the run's attention, for new tokens
+    /// unquantized attention]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Where to compute [default: cuda if this build has it]
@@ -150,16 +151,16 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Print two losses: the model reads whole sequences, or predicts each token from its prefix alone. In a whole
-    /// sequence, a token can share scales and means of low-bit attention with later tokens; the losses show the effect
+    /// Print two losses: from one forward of each sequence, and from a separate forward for each token, on only the
+    /// tokens before it. They can differ: in low-bit attention, a token shares scales and means with later tokens
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Also print the loss by position: each sequence is divided into eight ranges of positions
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// Measure how often the model recalls numbers that a document states and later asks for, grouped by the distance
-    /// in tokens. Each generated test document has at least WORDS words. The model should have been trained on
-    /// documents of `sage-train corpus --recall`
+    /// Measure how often the model recalls numbers that a document states and later asks for. The results are grouped
+    /// by the number of tokens between the statement and the answer. Each generated test document has at least WORDS
+    /// words. The model should have been trained on documents of `sage-train corpus --recall`
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences in one forward [default: the run's]
@@ -214,7 +215,7 @@ impl Eval {
         let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
         let recall = self.recall.map(recall_words).transpose()?;
         if self.hellaswag.is_none() && recall.is_none() && self.tasks.is_empty() {
-            needs_data(&self.run, &self.data, "evaluate on", "--data PATH, or --hellaswag FILE")?;
+            needs_data(&self.run, &self.data, "evaluate on", "--data, --task, --recall or --hellaswag")?;
         }
         let settings = Settings::with(|s| {
             s.attention = self.attention.settings();
@@ -292,9 +293,9 @@ fn evaluated(scheme: &str, result: &Evaluation) -> String {
     )
 }
 
-/// Prints how often a model recalls the number that a document states for a name, by the distance in tokens from
-/// statement to answer. An announced question comes directly after a story about the name; an unannounced question
-/// does not.
+/// A document states a number for a name, and asks for it later. Prints how often a model recalls the number, for each
+/// range of distances in tokens from statement to answer. A question is called announced if a story about the name
+/// comes directly before it.
 fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
     let Trained { config, tokenizer, device, .. } = trained;
     let context = config.model.context;
@@ -371,7 +372,7 @@ impl Export {
             match model.sla2 {
                 Some(_) =>
                     ", which computes dense attention because it does not support SLA2; --init-from, eval and sample \
-                     do",
+                     support it",
                 None => "",
             }
         ))

@@ -42,18 +42,19 @@ pub(super) struct Probe {
     /// Number of sequences; not with --gradient or --sigma
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
-    /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]
+    /// SageBwd and Attn-QAT: operands whose mean over tokens is subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
     /// SageBwd: tokens from which --smoothing computes the means of K and V: `all`, or `sample-N` for N evenly spaced
     /// tokens [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: scales of P, dS and dO in the backward: one for each row or column (`vector`), for N adjacent rows or
-    /// columns (`group-N`), or for each tile (`tile`) [default: the run's]
+    /// SageBwd: number of rows or columns of P, dS and dO that share a scale in the backward: one (`vector`), N
+    /// (`group-N`), or all of a tile (`tile`) [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// Attention to probe [default: the run's; sagebwd with --sigma, or for a run with unquantized attention]
+    /// Attention to probe, except `fpa` and `none`, which have no error to measure [default: the run's, or sagebwd if
+    /// the run's is unquantized; with --sigma: sagebwd]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Tokens in a sequence [default: the run's; 1024 with --sigma]
@@ -69,12 +70,12 @@ pub(super) struct Probe {
     /// tokens cause in other tokens of their tile
     #[arg(long)]
     token_scales: bool,
-    /// Multiply queries and keys by each of these factors, and print a table for each
+    /// Factors by which queries and keys are multiplied. Prints one table for each factor
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
-    /// Measure the error of SLA2 on a model that was trained without it. Compares several block selections and several
-    /// approximations of attention to unselected blocks, such as linear attention. SLA2's parameters are fitted on half
-    /// of the sequences, and the error is measured on the other half
+    /// Measure the error of SLA2 if it replaces dense attention in a model that was trained without SLA2. Compares
+    /// several block selections, and several approximations of attention to unselected blocks, such as linear
+    /// attention. SLA2's parameters are fitted on half of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
     /// With --selections: number of past key blocks that each query block selects
@@ -84,17 +85,18 @@ pub(super) struct Probe {
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
-    /// the same data. Prints the part of the error that averages out over tokens, the part that remains (the bias), and
-    /// the tokens per step at which the bias equals the gradient's noise from the choice of data
+    /// the same data. Prints the part of the error that averages out over tokens, and the part that remains (the bias).
+    /// Also prints how many tokens per step reduce the gradient's noise from the choice of data to the size of the bias
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
-    /// Compare FP8 matmuls of linear layers with exact matmuls: the errors of the output, the input's gradient and the
-    /// weight's gradient. The FP8 formats are the run's, or E4M3 for a run without FP8. The LM head is excluded
+    /// Measure the errors of FP8 matmuls in the linear layers, except the LM head, against f32 matmuls: errors of the
+    /// output, the input's gradient and the weight's gradient. All operands are in E4M3, except the output's gradient
+    /// if the run has another format for it
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
-    /// With --gradient: schemes with their settings, separated by semicolons:
-    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's --attn and --attn-layers; sagebwd for a run
-    /// with unquantized attention]
+    /// With --gradient: low-bit schemes, separated by semicolons. `:KEY=VALUE` changes a scheme's setting
+    /// (`sage-train --help`, section Attention). Example: "sagebwd;sagebwd:products=scores;attn-qat" [default: the
+    /// run's --attn and --attn-layers, or sagebwd if the run's attention is unquantized]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// With --gradient: number of micro-batches, a power of two, at least 16
@@ -103,16 +105,16 @@ pub(super) struct Probe {
     /// With --gradient: sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// With --gradient: compute all sums on a GPU in a fixed order. A varying order adds noise to the error [default:
-    /// the run's]
+    /// With --gradient: on a GPU, compute all sums in a fixed order. A varying order adds noise to the measured
+    /// gradient error [default: the run's]
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
     /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG;
     /// `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
-    /// Probe random tensors instead of a model's tensors, once for each SIGMA, the standard deviation of the queries
-    /// and keys. Example: 1,3,5,8,10
+    /// Probe random tensors instead of a model's tensors, once for each SIGMA. SIGMA is the standard deviation of the
+    /// queries and keys. Example: 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
     /// With --sigma: number of heads
@@ -142,7 +144,8 @@ impl Probe {
                 .got("--attn fpa")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "without --attn the probe uses the run's low-bit scheme, or sagebwd if the run has none",
+                    "without --attn the probe uses the run's low-bit scheme; sagebwd if the run is unquantized, \
+                     or with --sigma",
                 ));
         }
         if self.attn.is_some_and(|attn| attn.to_string() == "none") {
@@ -150,7 +153,8 @@ impl Probe {
                 .got("--attn none")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "without --attn the probe uses the run's low-bit scheme, or sagebwd if the run has none",
+                    "without --attn the probe uses the run's low-bit scheme; sagebwd if the run is unquantized, \
+                     or with --sigma",
                 ));
         }
         if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {
@@ -181,8 +185,8 @@ impl Probe {
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings, typed: &Settings) -> Result<()> {
         needs_data(run, &self.data, "probe on", "--data PATH")?;
-        // Data of `--data` is tokenized with the model's tokenizer. Without `--data`, the tokenizer is trained again on
-        // the run's data. [`probe`] compares it with the saved tokenizer, to detect changed data.
+        // The text of `--data` is tokenized with the run's `tokenizer.json`. Without `--data`, the tokenizer is loaded
+        // or trained as in the run, and compared with this file, to detect changed data.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
         let tokenizer = (!self.data.is_empty()).then_some(tokenizer);
         let mut settings = settings.clone();

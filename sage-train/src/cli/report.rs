@@ -32,8 +32,9 @@ pub(super) struct ReportArguments {
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
     /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. Runs that differ in
-    /// another setting, except a seed, are in separate tables [default: attention's settings, and settings that the
-    /// file of a sweep lists in `[[points]]`; if all runs agree in these, the first setting in which runs differ]
+    /// another setting, except a seed, are in separate tables [default: the settings of attention, of the baseline, and
+    /// of the `[[points]]` tables in a sweep's TOML file; if runs differ in none of these, the first setting in which
+    /// they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the baseline's loss: a variant matches the baseline if the 90 % confidence interval of the
@@ -46,7 +47,7 @@ pub(super) struct ReportArguments {
     /// Also write every chart as an SVG file into this folder
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
-    /// Title of the report [default: the sweep's]
+    /// Title of the report [default: the sweep's title, or "Comparison of runs"]
     #[arg(long, value_name = "TEXT")]
     about: Option<String>,
 }

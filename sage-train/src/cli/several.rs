@@ -13,7 +13,8 @@ use crate::train::{Overlap, Parallel};
 #[derive(Debug, clap::Args)]
 pub(super) struct SeveralGpus {
     /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The
-    /// sequences of a step do not depend on this number. Without --gpus, torchrun or srun can start the processes
+    /// sequences of a step do not depend on this number. Instead of --gpus, torchrun or srun can start the processes
+    /// [default: 1]
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
     pub(super) gpus: Option<usize>,
     /// Number of GPUs of a node that share each sequence (Ulysses context parallelism)
@@ -52,10 +53,11 @@ pub(super) struct SeveralGpus {
     /// [default: the rate at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
-    /// How many times to restart the run after a process is lost; needs --gpus and --resume auto
+    /// How many times to restart the run after a process was killed or stalled (--stall-timeout); needs --gpus and
+    /// --resume auto
     #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
     pub(super) restarts: u32,
-    /// Seconds without progress after which a process counts as lost and the run ends
+    /// Seconds without progress after which a process counts as stalled. The run then ends, or restarts (--restarts)
     #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
     pub(super) stall_timeout: u64,
 }
@@ -140,8 +142,8 @@ impl SeveralGpus {
     }
 }
 
-/// The connection to the other ranks, and this rank among the ranks of its machine. A launcher exits here with the exit
-/// code of its ranks. It prints no message, because the ranks have printed their messages.
+/// The connection to the other ranks, and the local rank (the rank within this machine). A launcher exits here with the
+/// exit code of its ranks. It prints no message, because the ranks have printed their messages.
 pub(super) fn as_rank(role: Role) -> (ControlChannel, Rank) {
     match role {
         Role::Launcher(code) => std::process::exit(code),

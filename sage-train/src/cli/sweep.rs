@@ -19,8 +19,7 @@ use crate::settings::Settings;
 use crate::sweep::{Limits, MpsMode, SHIPPED, Spec, Sweep, estimate, script};
 use crate::{notify, partial, train, writing};
 
-/// The flags of a sweep. Every flag of a run is accepted, and overrides the file for all runs of the sweep. A list of
-/// values replaces the file's list.
+/// The flags of a sweep. Every flag of a run is accepted, and overrides the file for all runs of the sweep.
 #[derive(Debug, Args)]
 pub(super) struct SweepArguments {
     /// A TOML file, or a built-in sweep. On two CPU cores: tiny (an hour), sla2-tiny (20 minutes). On one H100 in
@@ -28,8 +27,8 @@ pub(super) struct SweepArguments {
     /// muon-mini, and, with --data and --init-from, continuation-mini and sla2-prose. On a cluster: paper
     #[arg(value_name = "FILE")]
     file: String,
-    /// Print the runs, their state and the estimated remaining time, and exit. The estimate measures a few steps of
-    /// each model and batch size
+    /// Print the runs, their state and the estimated remaining time, and exit. For the estimate, each
+    /// combination of model and batch size is trained for a few steps
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
     /// With --dry-run: skip the estimate
@@ -53,7 +52,7 @@ pub(super) struct SweepArguments {
     /// Run only the Nth run that --dry-run lists, counted from 0
     #[arg(long, value_name = "N", help_heading = "Sweep")]
     only: Option<usize>,
-    /// Also repeat failed and crashed runs, but not diverged runs
+    /// Start failed and crashed runs again, but not diverged runs
     #[arg(long, help_heading = "Sweep")]
     retry: bool,
     /// Write a Slurm batch script with a task for each run, and exit
@@ -154,7 +153,7 @@ pub(super) fn plan(
     let first = configs.first().expect("lists are not empty");
     if configs.iter().any(|config| config.name.is_some()) {
         return Err(Error::new("runs of a sweep cannot be named")
-            .got("`name` in the sweep's file")
+            .got("`name` in the file of settings")
             .allowed("names derived from the settings that differ")
             .hint("--name on the command line names the sweep"));
     }
@@ -209,7 +208,7 @@ pub(super) fn execute(spec: &Spec, sweep: &Sweep, limits: &Limits, commands: &Re
     if limits.only.is_none()
         && let Err(error) = report(options, sweep)
     {
-        // A failed report is only a warning: the runs are finished, and `sage-train report` can write the report later.
+        // A failed report is only a warning, because `sage-train report` can write the report later.
         notify(&format!("warning: {error}"));
     }
     tally.check(&commands.resume)?;

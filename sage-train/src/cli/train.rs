@@ -33,8 +33,8 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings, such as a run's config.toml; flags override it. A run's original settings are used, not
-    /// the `[[changes]]` that were made when it was resumed
+    /// TOML file with settings, such as a run's config.toml; flags override it. The `[[changes]]` tables, in which
+    /// --resume records changed settings, are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Resume a run from its newest checkpoint (RUN: the run's folder), or from another checkpoint (RUN: the
@@ -43,8 +43,8 @@ pub(super) struct Train {
     /// otherwise, so that a restarted job can repeat its command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
-    /// With --resume RUN: continue in a new folder of this name, and do not change RUN. --attn may change between fpa,
-    /// sagebwd and attn-qat; the weights, the optimizer's moments and the data order are kept:
+    /// With --resume RUN: continue in a new folder of this name, and do not change RUN. The weights, the optimizer's
+    /// moments and the data order are kept. --attn may change between fpa, sagebwd and attn-qat, as in
     /// `--resume runs/a --new-name b --attn sagebwd`
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
@@ -123,8 +123,8 @@ impl Train {
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (channel, local) = as_rank(role);
         let ended = self.train(file, &channel, local);
-        // All ranks end together if the run diverged, was interrupted or cannot start. An error of one rank is sent to
-        // the other ranks.
+        // Each rank itself notices that the run diverged, was interrupted or has invalid settings. Only other errors
+        // are sent to the other ranks.
         match ended {
             Ok(()) => {
                 channel.leave(None);
@@ -216,7 +216,7 @@ impl Train {
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
-        // An error is only a warning, because the branch matters only for the message below.
+        // If `runs::branch` fails, only a warning is printed, because only the message below needs its result.
         if let Some(branch) =
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
@@ -265,7 +265,7 @@ impl Train {
         };
         let sweep = sweep::plan(&spec, typed, lists, free)?;
         if self.dry_run {
-            // The first run's configuration also shows the settings that all runs share.
+            // The table shows only settings with several values. The first run's configuration shows the others.
             let first =
                 sweep.runs.first().map_or(String::new(), |run| format!("\n{}:\n{}", run.name, run.config));
             let table = sweep::table(&spec, &sweep, None, 1, None);
@@ -315,7 +315,7 @@ fn resumed_config(
     let found = || -> Result<String> {
         Ok(match checkpoint::newest(&run) {
             Some(step) => format!("step {step}"),
-            // The run was started by this program, and ended before its first checkpoint.
+            // An earlier start of the run ended before the first checkpoint.
             None if Lock::marks(&run) && !finished(&run)? => "again".into(),
             None => "new".into(),
         })

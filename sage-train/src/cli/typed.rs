@@ -80,7 +80,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_data(&typed.data, &config.data)
 }
 
-/// Checks the model settings on the command line: some have no effect in a model without attention.
+/// Rejects flags for windows, the soft cap and sinks if the model has no attention.
 fn check_model(typed: &Settings, config: &Config) -> Result<()> {
     if config.model.scheme.is_some() {
         return Ok(());

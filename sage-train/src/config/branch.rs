@@ -26,7 +26,7 @@ impl Branch {
     }
 }
 
-/// Leaves out the other run's folder, so that equal branches off runs that differ only in seeds have the same text.
+/// The original run's folder is omitted, so that the text is the same for all seeds.
 impl std::fmt::Display for Branch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let before: Vec<String> = self.before.iter().map(|(key, value)| format!("{key} {value}")).collect();

@@ -110,7 +110,7 @@ impl Config {
     }
 }
 
-/// The settings `begun` with all changes applied in order.
+/// Applies `changes`, in order, to a run's initial settings `begun`.
 pub(super) fn applied(begun: Settings, changes: &[Change], path: &Path) -> Result<Settings> {
     changes.iter().try_fold(begun, |before, change| change.over(before, path))
 }
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(12, 16, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 16 ");
-        // A second resume from step 12 replaces the change of the first. A resume from step 4 removes all changes.
+        // A second resume from step 12 replaces the entry with `step = 12`. A resume from step 4 removes all entries.
         assert_eq!(start(12, 14, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 14 ");
         assert_eq!(start(4, 8, 0.004), "");
         let error = |text: &str| {

@@ -1,4 +1,4 @@
-//! Resolves the settings of checkpoints, which are in table `[run]`.
+//! Resolves the checkpoint settings of table `[run]`.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub struct CheckpointConfig {
     pub within: Option<Duration>,
     /// Number of newest checkpoints to keep.
     pub keep_last: usize,
-    /// Checkpoints at multiples of this number of steps are kept too; 0 for none.
+    /// In addition to the newest, checkpoints at multiples of this number of steps are kept; 0 for none.
     pub keep_every: u64,
 }
 

@@ -15,7 +15,7 @@ use crate::settings::{Attn, Preset, Role, Schedule, SchemeSetting, Settings, has
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
 
-/// The key under which an identity stores the run's [`Branch`](super::Branch).
+/// The key of the point at which a run was branched off another run ([`Branch`](super::Branch)).
 pub const BRANCHED_FROM: &str = "branched-from";
 
 /// Whether a key is a setting of attention.
@@ -187,7 +187,7 @@ pub fn is_meaningless(key: &str, config: &Config) -> bool {
     key == QK_NORM && config.model.scheme.is_none()
 }
 
-/// Whether a key is a seed: runs that differ only in seeds are repetitions.
+/// Whether a setting is a seed. Runs that differ only in seeds are compared as one arm.
 pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
 }

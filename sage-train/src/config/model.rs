@@ -84,7 +84,7 @@ fn layer_schemes(
     Ok(schemes)
 }
 
-/// The sliding windows, which have no effect on a model without attention.
+/// The sliding windows. With `--attn none`, `--window` is ignored.
 fn windows(
     s: &Settings,
     scheme: Option<Scheme>,
@@ -152,7 +152,7 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
 }
 
 /// Number of rows of the embedding. Except in the two smallest presets, the vocabulary is padded to a multiple of 128,
-/// which is faster on GPUs (as in the SageBwd paper).
+/// which is faster on GPUs.
 pub(super) fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     match preset {
         Preset::Tiny | Preset::Mini => vocab_size,

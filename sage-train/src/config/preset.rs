@@ -154,8 +154,8 @@ fn size(preset: Preset) -> Size {
     }
 }
 
-/// The default of every setting that is not optional. The functions below name every field of a struct of settings, so
-/// that a new setting does not compile without a default.
+/// The default settings of a preset. The functions below name every field of a struct of settings, so that a new
+/// setting does not compile without a default.
 pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {
@@ -163,7 +163,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         attention: attention(),
         // All are unset. The defaults of some depend on the run's context, steps and device.
         sla2: Sla2Settings::default(),
-        // All are unset. The setting `linear` is bf16 by default, and the other settings matter only with FP8.
+        // All fields are unset: `LinearSettings::linear` is then bf16, and the other fields have no effect.
         linear: LinearSettings::default(),
         data: data(&size),
         batch: BatchSettings {

@@ -12,7 +12,7 @@ use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 pub struct Cluster {
     /// The mesh, as one of its ranks sees it. The choice of the rank does not matter.
     pub mesh: Mesh,
-    /// Bytes a second between the GPUs of a node, each way.
+    /// Bytes a second between a GPU and the other GPUs of its node, each way.
     pub link: f64,
     /// Bytes a second between nodes, per GPU, each way.
     pub network: f64,
@@ -29,11 +29,11 @@ pub const NETWORK: f64 = 45e9;
 /// Bytes a second of a GPU's memory, as measured in the optimizer's updates.
 const MEMORY: f64 = 3e12;
 
-/// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
-/// For a sequence of 64k tokens on two H100, the exchange takes 2 ms per layer (from docs/several-gpus.md).
+/// Bytes a second of the exchange of heads between ranks that share sequences. The time includes copies that reorder
+/// heads. For a sequence of 64k tokens on two H100, the exchange takes 2 ms per layer (from docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
-/// Bytes of memory that NCCL uses on each GPU, per rank of its node. One to three ranks count as four ranks.
+/// Bytes of memory that NCCL uses on a GPU, divided by the number of ranks of the GPU's node, or by 4 if it has fewer.
 /// Runs needed more memory than estimates that omit NCCL (docs/several-gpus.md): 1.9 to 2.4 GiB more in five runs on
 /// four H100, and 4.0 to 5.5 GiB more in eight runs on eight H200. The error of the estimate on a single GPU is
 /// subtracted from these differences.
@@ -43,8 +43,8 @@ const NCCL: u64 = 1 << 29;
 /// memory) transfer the gradients and a GPU has few tokens per step. Measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// Fraction of the time of forward and backward that can hide transfers. Transfers between nodes use this time before
-/// transfers within a node.
+/// The time of transfers that forward and backward can hide, as a fraction of the time of forward and backward.
+/// Transfers between nodes are hidden first, and then transfers within a node.
 const HIDES: f64 = 0.6;
 
 /// Seconds of the phases of a step.
@@ -65,16 +65,17 @@ impl Seconds {
     }
 }
 
-/// An update of `parameters` parameters reads and writes `moved` bytes per parameter. Then each rank gathers
-/// `gathered` bytes of weights.
+/// The sizes that determine the time of an optimizer update.
 struct Updated {
     parameters: u64,
+    /// Bytes read plus bytes written, per parameter.
     moved: u64,
+    /// Bytes of all weights, which the ranks of a node gather after the update.
     gathered: u64,
 }
 
 /// Seconds of an update, including the exchange of gradients between the ranks of a node. `link` is the bandwidth
-/// between these ranks. The backward hides a fraction of the exchange, at most `hides` seconds.
+/// between these ranks. The backward hides the fraction `BESIDE` of the exchange, but at most `hides` seconds.
 fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
     let Updated { parameters, moved, gathered } = updated;
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
@@ -203,7 +204,7 @@ impl Config {
         let Cluster { mesh, link, network, .. } = world;
         let tokens = self.micro_batch * self.model.context * micro_batches / mesh.context;
         let gradients = tokens as f64 / self.tokens_a_second(world);
-        // The exchanged heads: query, key, value and output, in the forward and in the backward.
+        // The ranks of a group exchange the heads of query, key, value and output, in the forward and in the backward.
         let element = self.device.dtype().size_in_bytes();
         let (queries, keys) = (self.model.heads, self.model.key_heads.max(mesh.context));
         let heads = 4 * queries + 4 * keys;
@@ -216,8 +217,7 @@ impl Config {
         let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
-        // With many tokens the GPU's power limit determines the time of a step, so transfers during the
-        // backward save no time.
+        // With `FEW_TOKENS` or more, an exchange of gradients during the backward saves no time.
         let hides = match mesh.engines && mesh.during_backward && (tokens as u64) < FEW_TOKENS {
             true => (HIDES * gradients - network).max(0.0),
             false => 0.0,
@@ -302,7 +302,8 @@ mod tests {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let during_backward = Mesh { engines: true, during_backward: true, ..after };
         let four = Rank { index: 0, of: 4 };
-        // In order: three steps on two H200, four on two H100, one on four H100 and two on four H200.
+        // The first three rows were measured on two H200, the next four on two H100, the next one on four H100, and
+        // the last two on four H200.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),

@@ -1,4 +1,4 @@
-//! A resolved run as a short table, for `--dry-run` and the log.
+//! A run's [`Config`] as a short table, for `--dry-run` and the log.
 
 use std::fmt;
 
@@ -133,7 +133,7 @@ impl Config {
         )
     }
 
-    /// The second validation as text; empty without a second validation.
+    /// Text about the additional validation with `--eval-attn`; empty without it.
     fn validation(&self) -> String {
         self.eval_scheme.map_or(String::new(), |scheme| format!("a second time with {scheme}"))
     }
@@ -173,7 +173,6 @@ impl Config {
                         Choice::Identity => "selected by an untrained router",
                         Choice::Window => "the nearest and the first",
                     };
-                    // With neither a learned router nor a tail, the router steps have no parameters to train.
                     let learns = sla2.choice == Choice::Learned || sla2.tail.is_some();
                     let router = if learns { format!(" (in the last {} ", sla2.router_steps) } else { String::new() };
                     let router = match (sla2.choice, sla2.tail) {
@@ -289,8 +288,8 @@ impl Config {
             weights: 4 * parameters + self.model.copies_of_weights(if element == 4 { 0 } else { element }),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
-            // At most one of these is in memory at a time: training's activations, the update's temporary tensors,
-            // validation's copies of weights.
+            // The largest of three, of which at most one is in memory at a time: training's activations, the update's
+            // temporary tensors, and validation's 16-bit copies of FP8 weights.
             activations: self
                 .model
                 .activation_bytes(self.micro_batch, element)

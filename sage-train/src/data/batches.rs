@@ -149,7 +149,8 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
-    /// Bytes of original text per byte of decoded tokens, over the whole source that sequence `n` is from.
+    /// For the whole source of sequence `n`: bytes of original text per byte of decoded tokens. It is 1 unless the
+    /// tokenizer changes text.
     pub fn text_ratio(&self, n: u64) -> f64 {
         self.mixture.source(self.mixture.draw(n).0).text_ratio()
     }
@@ -219,7 +220,7 @@ fn documents(ids: &[u32], context: usize, end: u32) -> Packing {
     Packing::self_attention(bounds.collect())
 }
 
-/// The most sequences of a source: an epoch's order has 32-bit indices.
+/// Largest number of sequences in a source. The shuffled indices of the sequences have 32 bits.
 const MOST_SEQUENCES: u64 = u32::MAX as u64;
 
 /// Checks that a list of tokens can be split into sequences.
@@ -279,7 +280,7 @@ mod tests {
         Ok(())
     }
 
-    /// A sequence is written with the token after it: 11 tokens here.
+    /// A sequence of 10 tokens is written with the token after it, so as 11 tokens.
     #[test]
     fn a_shard_has_room_for_every_sequence() -> Result<()> {
         let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
@@ -305,9 +306,9 @@ mod tests {
     }
 
     /// The order of the sequences: sources of equal weights alternate. Draw `k` from a source of `s` sequences is
-    /// sequence `k mod s` of epoch `k / s`. The order of an epoch is a shuffle by ChaCha8 with the order's seed and
-    /// stream number `epoch + 2^48 source`. Another implementation of ChaCha8 and the shuffle computed the expected
-    /// lists. An update of crates must not change the order, because resumed runs continue in the same order.
+    /// sequence `k mod s` of epoch `k / s`. ChaCha8 with [`SequenceSplit::seed`] and stream number
+    /// `epoch + 2^48 source` shuffles each epoch. The expected lists are from another implementation of ChaCha8 and of
+    /// the shuffle. An update of crates must not change the order, because resumed runs continue in the same order.
     #[test]
     fn the_order_is_that_of_its_definition() {
         const ORDERS: [[&[u32]; 3]; 2] = [

@@ -21,8 +21,8 @@ pub struct Checked {
     pub without_sidecar: usize,
 }
 
-/// Checks that the shards listed in `dataset.json` exist. Then reads every shard of the folder, and compares it with
-/// its sidecar and with the folder's tokenizer.
+/// Checks that the shards listed in `dataset.json` exist. Then checks the hash, the tokenizer and the token ids of
+/// every shard of the folder.
 ///
 /// # Errors
 /// When a shard is missing, does not match its sidecar, or contains an id that is not in the vocabulary.

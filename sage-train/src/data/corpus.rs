@@ -127,7 +127,7 @@ impl Corpus {
         }
     }
 
-    /// Adds keys with their numbers, and then asks for the numbers of two keys.
+    /// Appends a list of keys with numbers to `text`, and then questions about two of the keys with their answers.
     fn ledger(&self, bound: &Bound, rng: &mut ChaCha8Rng, text: &mut String) {
         let keys: Vec<&String> =
             self.grammar.words["object"].choose_multiple(rng, rng.clone().random_range(3..=5)).collect();

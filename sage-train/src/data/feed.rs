@@ -15,7 +15,7 @@ const AHEAD: usize = 4;
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread. For each number in `firsts`, the thread makes a micro-batch of `micro_batch` consecutive
+    /// Starts a thread. For each number in `firsts`, the thread makes a micro-batch of `micro_batch` consecutive
     /// sequences, beginning with the sequence that has this number. The thread ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,

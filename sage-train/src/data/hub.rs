@@ -53,7 +53,7 @@ pub struct Named {
     pub dataset: String,
     /// Pattern of the data set's files.
     pub pattern: String,
-    /// Column that contains the text; `None` if no recipe states it.
+    /// Column that contains the text; `None` for a name that begins with `hf:`.
     pub text_field: Option<String>,
 }
 

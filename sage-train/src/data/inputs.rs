@@ -49,7 +49,7 @@ impl TextFile {
         self.bytes
     }
 
-    /// Whether the file's size or time differs from `other`, an earlier record of the file.
+    /// Whether the file's size or modification time differs from `other`, an earlier record of the file.
     pub(super) fn has_changed_since(&self, other: &Self) -> bool {
         (self.bytes, self.modified) != (other.bytes, other.modified)
     }
@@ -103,7 +103,7 @@ fn find_text(path: &Path) -> Result<Source> {
     Ok(found)
 }
 
-/// Passes the pieces of a file to `each`, in order, until `each` ends the reading. Returns a record of what was read.
+/// Passes each [`Piece`] of a file to `each`, in order, until `each` returns `Break`.
 pub(super) fn read_file(
     file: &TextFile,
     skip_bad: bool,

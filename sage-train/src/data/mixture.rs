@@ -50,8 +50,8 @@ impl Mixture {
     }
 
     /// The source of draw `n`, and the number of earlier draws from that source. The result is a pure function of `n`:
-    /// each source takes its share of the draws that the sources before it did not take. After any number of draws, the
-    /// number of draws from each source is proportional to its weight, up to rounding.
+    /// the first source takes its share of all draws, the second takes its share of the rest, and so on. After any
+    /// number of draws, the number of draws from each source is proportional to its weight, up to rounding.
     pub fn draw(&self, mut n: u64) -> (usize, u64) {
         let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         let last = self.sources.len() - 1;

@@ -26,7 +26,7 @@ pub(super) struct Sources {
 }
 
 impl Sources {
-    /// Opens every source. `validate_only` omits the sources to train on if `--val-data` is given.
+    /// Opens all sources. With `validate_only` and `--val-data`, opens only the sources of `--val-data`.
     pub(super) fn open(config: &DataConfig, validate_only: bool, say: &dyn Fn(&str)) -> Result<Self> {
         let mut opening = Opening { config, say, seen: BTreeSet::new(), held_out: BTreeSet::new() };
         let validation = opening.open_all(&config.val_sources)?;

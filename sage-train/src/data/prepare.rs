@@ -234,11 +234,11 @@ struct Chunk {
     pieces: Vec<(Piece, bool)>,
     /// Files that were completely read since the previous chunk.
     files: Vec<FileRead>,
-    /// Number of pieces read so far from the current file.
+    /// Number of pieces read so far from the file after the last completely read file.
     pieces_of_next: u64,
 }
 
-/// Collects pieces into chunks, and sends the chunks to be tokenized.
+/// Collects pieces of documents into chunks, and sends the chunks to be tokenized.
 struct Chunks {
     sender: SyncSender<Chunk>,
     chunk: Chunk,

@@ -32,7 +32,7 @@ pub struct Prepared {
     /// Number of unknown tokens, which replace text that the vocabulary cannot represent.
     #[serde(default)]
     pub unknown_tokens: u64,
-    /// Every file that was read, in order. Empty in folders of older versions.
+    /// Every file that was read, in order. Empty if an older sage-train wrote `dataset.json`.
     #[serde(default)]
     pub files: Vec<FileRead>,
 }

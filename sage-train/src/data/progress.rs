@@ -26,7 +26,7 @@ pub(super) struct Work {
     pub(super) files: Vec<TextFile>,
     /// Hash of the tokenizer that `--tokenizer` names; `None` if a tokenizer is trained.
     pub(super) tokenizer: Option<String>,
-    /// The named end-of-text token (`--end-of-text`).
+    /// The end-of-text token that `--end-of-text` names.
     #[serde(default)]
     pub(super) end_of_text: Option<String>,
     /// Vocabulary size of the tokenizer.
@@ -70,7 +70,7 @@ impl Work {
 pub(super) struct Done {
     /// Files that were completely read.
     pub(super) files: Vec<FileRead>,
-    /// Number of pieces that were read from the current file, which follows `files`.
+    /// Number of pieces of documents that were read from the file after those in `files`.
     pub(super) pieces: u64,
     /// Number of complete documents.
     pub(super) documents: u64,
@@ -148,7 +148,7 @@ impl<'a> Journal<'a> {
                 std::fs::remove_file(&path).map_err(writing(&path))?;
             }
         }
-        // Shards with a sidecar are complete. Check that they open before more shards are added.
+        // Checks that each complete shard opens and has its sidecar (`.bin.json`) before more shards are added.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
                 return Err(Error::new("a complete shard has lost its .bin.json file")
@@ -182,7 +182,7 @@ impl<'a> Journal<'a> {
     /// Saves the state at intervals, and sooner if the number of complete shards, `shards`, has changed.
     pub(super) fn keep(&mut self, shards: usize, done: impl FnOnce() -> Result<Done>) -> Result<()> {
         let since = self.written.elapsed();
-        // Saves of large shards are slow, so the pause after a save is at least 20 times as long as the save.
+        // A save can be slow, so the pause after a save is at least 20 times as long as the save.
         if shards == self.shards && since < BETWEEN || since < 20 * self.took {
             return Ok(());
         }

@@ -67,7 +67,7 @@ pub struct Piece {
 /// A function that is called with each piece.
 pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
-/// A function that is called with each piece until it ends the reading.
+/// A function that is called with each piece until it returns `Break`.
 pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a;
 
 /// What happens to a document that cannot be read.
@@ -75,8 +75,8 @@ pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a
 pub(super) enum BadDocuments<'a> {
     /// Reading ends with an error.
     Refused,
-    /// The document is skipped and counted. Of a text file, which is one document, the pieces that were already passed
-    /// to the callback are kept.
+    /// The document is skipped and counted. If the document is a whole text file, the pieces that were read before the
+    /// error are kept.
     Skipped(&'a AtomicU64),
 }
 
@@ -140,7 +140,7 @@ pub fn has_fields(path: &Path) -> bool {
     kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
 }
 
-/// Whether a file counts as text if the user names only its folder. Not .md, .csv, .json: maybe notes or settings.
+/// Whether a file counts as text if only its folder is named. A .md, .csv or .json file may be notes or settings.
 pub(super) fn is_always_text(path: &Path) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
@@ -165,8 +165,8 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
 }
 
 /// Reads the documents of a file. `field` is the JSON key or the column of the text. A text file is one document.
-/// If it is long, `each` receives it in pieces, split as [`super::Tokenizer::encode`] would split it. `each` receives
-/// documents of other files whole.
+/// If it is long, `each` receives it in pieces, split as [`super::Tokenizer::encode`] would split it. Documents in
+/// other kinds of files are not split.
 ///
 /// # Errors
 /// When the file cannot be read or does not have the format that its extension names, or `each` returns an error.

@@ -9,13 +9,14 @@
 //! - a *return* is a story about an earlier name, and ends with its number ([`QuestionContext::AfterStory`]);
 //! - *questions* are a note with several earlier names and their numbers, which are the answers. No story precedes the
 //!   note ([`QuestionContext::Suddenly`]);
-//! - a *roll* is a note that lists names with numbers, and then lists them again in another order. Only rolls use these
-//!   names.
+//! - a *roll* is a note that lists names with numbers, and then lists them again in another order. No other paragraph
+//!   uses the names of rolls.
 //!
-//! The distance from the last statement of a number to the next question about it is drawn uniformly in half of the
-//! cases, and log-uniformly in the other half. Half of the names are asked for often, in *questions* paragraphs, so
-//! that the model learns to look up numbers at short distances first. The other names are asked for seldom, in *return*
-//! paragraphs and as the last name of a *questions* paragraph, so that some questions are at long distances.
+//! For each question a number of paragraphs is drawn: uniformly in half of the cases, and log-uniformly in the other
+//! half. The question is about a name whose number was last stated about that many paragraphs ago. Half of the names
+//! are asked for often, in *questions* paragraphs, so that the distances are short: the model learns short distances
+//! first. The other names are asked for seldom, in *return* paragraphs and as the last name of a *questions* paragraph,
+//! so that some distances are long.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -28,8 +29,8 @@ const SYLLABLES: [&str; 16] =
 /// trained on the documents.
 const NAMES: usize = 256;
 
-/// How many names are only in *roll* paragraphs. Each roll gives such a name a new number. Every other name has only
-/// one number in a document.
+/// Number of names that appear only in *roll* paragraphs. Such a name has a new number in each roll that contains it.
+/// Every other name has only one number in a document.
 const ROLL_NAMES: usize = 64;
 
 /// Number of names in a roll.
@@ -38,7 +39,7 @@ const ROLL: usize = 8;
 /// Largest number of questions in a *questions* paragraph.
 const QUESTIONS: usize = 8;
 
-/// The range from which the numbers of names are drawn.
+/// The range from which a name's number is drawn.
 const NUMBERS: std::ops::Range<u32> = 10..100;
 
 const STORIES: [&str; 12] = [
@@ -59,9 +60,9 @@ const STORIES: [&str; 12] = [
 /// The context in which a number is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum QuestionContext {
-    /// At the end of a story about a name. The story announces the question about the name's number.
+    /// After a story about the name whose number is asked for.
     AfterStory,
-    /// Without any announcement.
+    /// Without such a story.
     Suddenly,
 }
 
@@ -99,11 +100,11 @@ fn name(index: usize) -> String {
     first.to_uppercase() + rest
 }
 
-/// A name with its number, and the place where the number was last stated.
+/// A name with its number.
 struct StatedNumber {
     name: String,
     number: u32,
-    /// Index of the piece with the number.
+    /// Index of the [`Piece`] that last stated the number.
     said: usize,
     paragraph: usize,
     often: bool,
@@ -128,7 +129,7 @@ impl Draft {
         self.pieces.push(Piece { text, question: None });
     }
 
-    /// Adds `BEFORE NAME N`, and returns the index of the piece with the number.
+    /// Adds the text `before`, the name and its number. Returns the index of the piece that contains the number.
     fn state(&mut self, before: &str, name: &str, number: u32, question: Option<Question>) -> usize {
         self.push(format!("{before} {name}"));
         let index = self.pieces.len();
@@ -151,8 +152,8 @@ impl Draft {
         }
     }
 
-    /// Draws a number of paragraphs, uniformly or log-uniformly. Returns the index of a name with this value of `often`
-    /// whose number was last stated about that many paragraphs ago.
+    /// Draws a distance in paragraphs, uniformly or log-uniformly. Returns the index of a name whose number was last
+    /// stated about this distance ago. Considers only names whose field `often` equals the argument.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
@@ -172,8 +173,7 @@ impl Draft {
 }
 
 impl Recall {
-    /// Number of words in the story of a *return*: a fortieth of the document's words. The story of a *beginning* has
-    /// half as many. With these lengths a long document has about 40 *beginning* paragraphs.
+    /// Number of words in the story of a *return* paragraph. The story of a *beginning* paragraph has half as many.
     fn story_words(self) -> usize {
         (self.words / 40).max(8)
     }

@@ -22,12 +22,12 @@ pub use writer::{PartialShard, ShardWriter};
 use super::Tokenizer;
 use crate::{during, hex, read_exact_at};
 
-/// A shard. Its size is checked, and its tokens stay in the file. The file is opened for each read, because data may
-/// have more shards than a process may have open files.
+/// A file of tokens, which are not kept in memory. The file is opened for each read, because data may have more shards
+/// than a process may have open files.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
-    /// The file that was checked.
+    /// The file that [`Shard::open`] checked.
     checked: Mutex<FileIdentity>,
     format: Format,
     tokens: u64,
@@ -39,7 +39,7 @@ impl Shard {
     /// Opens a shard, and checks its header, its length and its sidecar against each other.
     ///
     /// # Errors
-    /// When the shard cannot be read, its length does not match its header, or its sidecar contradicts the file.
+    /// When the shard cannot be read, or its header, its length and its sidecar do not agree.
     pub fn open(path: &Path) -> Result<Self> {
         let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
         let file = File::open(path).map_err(failed())?;
@@ -113,7 +113,10 @@ impl Shard {
                 Err(Error::new("a shard was made with another tokenizer")
                     .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
                     .allowed(format!("tokenizer {:.12}", tokenizer.hash()))
-                    .hint("give all sources the same tokenizer, see --tokenizer; for eval: text, or shards of the run's tokenizer"))
+                    .hint(
+                        "prepare all shards with one tokenizer, and give no other one with --tokenizer; eval \
+                         needs text, or shards made with the run's tokenizer",
+                    ))
             }
             _ => Ok(()),
         }
@@ -141,7 +144,8 @@ impl Shard {
         Ok(())
     }
 
-    /// Checks that the file has not changed since [`Shard::open`], or still has the same contents.
+    /// Checks that the file has not changed since [`Shard::open`]. A new modification time or inode is accepted if the
+    /// contents still match the hash in the sidecar.
     fn check_unchanged(&self, now: &FileIdentity) -> Result<()> {
         let mut checked = self.checked.lock().unwrap_or_else(PoisonError::into_inner);
         if *checked == *now {
@@ -219,7 +223,7 @@ impl Shard {
     }
 }
 
-/// Differs after the file at a path was changed or replaced.
+/// Metadata that shows whether the file at a path was changed or replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct FileIdentity {
     len: u64,

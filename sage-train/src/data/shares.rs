@@ -14,7 +14,7 @@ use crate::quantity::grouped;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shares {
     rows: Vec<Row>,
-    /// Whether the numbers of tokens are estimates.
+    /// Whether the `tokens` of any row is an estimate.
     estimated: bool,
 }
 
@@ -36,8 +36,8 @@ impl Shares {
         Self::new(config, tokens, train.shares(), run_tokens, false)
     }
 
-    /// The share of each source, computed without reading any text. The tokens of shards are known; the tokens of text
-    /// are estimated from the sizes of its files. `None` for the built-in corpus.
+    /// As [`Self::of`], but without reading any text: the number of tokens in a text file is estimated from the file's
+    /// size. `None` for the built-in corpus.
     ///
     /// # Errors
     /// When a source cannot be found, or a shard cannot be read.

@@ -43,8 +43,8 @@ impl Source {
         text.iter().chain(shards).map(PathBuf::as_path)
     }
 
-    /// Removes the files of `--val-data` from the lists of this source. `validation` contains their canonical paths;
-    /// `path` is for the error message.
+    /// Removes the files of `--val-data` from this source. `validation` contains their canonical paths; `path` is for
+    /// the error message.
     ///
     /// # Errors
     /// When no file is left.
@@ -136,8 +136,11 @@ impl SkippedFiles {
             words.push(format!("{files} of other kinds ignored: {}{more}", named.join(", ")));
         }
         if let Some(first) = self.special.first() {
-            let n = counted(self.special.len() as u64, "pipe, socket, device or link to a folder");
-            words.push(format!("{n} ignored, such as {}", first.display()));
+            let n = counted(self.special.len() as u64, "item");
+            words.push(format!(
+                "{n} ignored (pipe, socket, device or folder link), such as {}",
+                first.display()
+            ));
         }
         (!words.is_empty()).then(|| words.join("; "))
     }
@@ -240,7 +243,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
     let matches = glob::glob_with(pattern, options).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    // Ignores files in `out` and in unfinished folders, except in a folder that the pattern names without a wildcard.
+    // Ignores a file in `out` or an unfinished folder, unless the pattern names that folder before its first wildcard.
     let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
     let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
     let inside = |path: &PathBuf| {
@@ -253,7 +256,6 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
     others.iter().filter(|path| !is_description(path)).for_each(|path| passed_over.add(path));
     let (regular, special): (Vec<_>, Vec<_>) = known.into_iter().partition(|path| is_regular(path));
     passed_over.special.extend(special);
-    // A pattern that matches shards may also match their sidecars.
     let mut found: Vec<PathBuf> = regular.into_iter().filter(|path| !is_description(path)).collect();
     if found.is_empty() {
         // The pattern names folders, such as partitions: `data/year=*`.
@@ -375,7 +377,7 @@ mod tests {
             find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
             let words = passed_over.as_text().expect("some");
             assert!(
-                words.contains("1 pipe, socket, device or link to a folder ignored, such as")
+                words.contains("1 item ignored (pipe, socket, device or folder link), such as")
                     && words.contains("s.txt"),
                 "{words}"
             );

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::shard::{Format, PartialShard, ShardWriter};
 use super::tokenizer::Tokenizer;
 
-/// The contents of the training or the validation data.
+/// Shards and size of the training or the validation data.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// Names of the shards.
@@ -44,7 +44,7 @@ pub(super) struct SplitWriter<'a> {
 }
 
 impl<'a> SplitWriter<'a> {
-    /// Continues from a saved state. The default state starts with the first shard.
+    /// A writer that continues from a saved [`Split`]. With the default `Split`, it starts with the first shard.
     pub(super) fn new(
         folder: &'a Path,
         name: &'a str,
@@ -59,7 +59,7 @@ impl<'a> SplitWriter<'a> {
         Ok(Self { folder, name, format, shard_tokens, tokenizer, open, part })
     }
 
-    /// Syncs the tokens to disk, and returns the state so far.
+    /// Syncs the tokens written so far to disk, and returns what [`SplitWriter::new`] needs to continue after them.
     pub(super) fn state(&mut self) -> Result<Split> {
         let open = self.open.as_mut().map(ShardWriter::begun).transpose()?;
         Ok(Split { part: self.part.clone(), open })

@@ -45,7 +45,7 @@ pub struct Tokenizer {
     unknown: Option<u32>,
     /// SHA-256 of the tokenizer's JSON.
     hash: String,
-    /// Bytes of text that each id stands for.
+    /// Number of bytes of text that each id stands for.
     bytes: Vec<u64>,
     /// Where [`Tokenizer::cache`] saves the tokenizer; `None` if it was not newly trained.
     uncached: Option<PathBuf>,
@@ -81,7 +81,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Writes a trained tokenizer to the cache.
+    /// Writes the tokenizer to the cache, if [`Self::trained_on`] has trained it instead of loading it.
     ///
     /// # Errors
     /// When the cache cannot be written.
@@ -325,7 +325,7 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// The entry of an id, as the vocabulary spells it.
+    /// The vocabulary's string for a token id, such as `Ġthe`.
     ///
     /// # Errors
     /// When the vocabulary has no such id.
@@ -351,8 +351,8 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
     }
 }
 
-/// Part of the name of a cached tokenizer. This version must be increased whenever training would produce another
-/// result.
+/// Part of the name of a cached tokenizer. Increase it if a change of the code makes [`Tokenizer::train`] produce
+/// another tokenizer from the same documents.
 const VERSION: u32 = 2;
 
 /// Path in the cache for the tokenizer that is trained on the documents. The file's name contains their hash.

@@ -52,7 +52,7 @@ impl From<Vec<Shard>> for Tokens {
     /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
-        // Counts only shards whose sidecar has `token_bytes`. Earlier versions did not write this field.
+        // Sums only over shards whose sidecar has `token_bytes`. Earlier versions did not write this field.
         let sidecars = shards.iter().filter_map(|shard| shard.sidecar.as_ref());
         let counted = sidecars.filter_map(|sidecar| Some((sidecar.text_bytes, sidecar.token_bytes?)));
         let (text, tokens) = counted.fold((0, 0), |(text, tokens), (t, n)| (text + t, tokens + n));
@@ -154,7 +154,8 @@ impl Tokens {
         Ok(())
     }
 
-    /// Adds to a hash what identifies the list: all tokens in memory, and [`Shard::fingerprint`] of shards.
+    /// Adds to a hash what identifies the list: for each part, the range, and either its tokens in memory or the
+    /// [`Shard::fingerprint`] of its shard.
     ///
     /// # Errors
     /// As [`Tokens::read`].
@@ -198,7 +199,10 @@ pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display
     Err(Error::new("a token is not in the vocabulary")
         .got(format!("id {} at position {} of {place}", ids[at], start + at as u64))
         .allowed(format!("ids below {vocab}"))
-        .hint("pass the tokenizer that made the shards: --tokenizer"))
+        .hint(
+            "use the tokenizer that made the shards: name it with --tokenizer, or put its tokenizer.json next \
+             to them",
+        ))
 }
 
 fn span(range: &Range<u64>) -> u64 {

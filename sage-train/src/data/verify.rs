@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct Verification(Option<Receiver<Compared>>);
 
 impl Verification {
-    /// Starts the thread. If it cannot verify all shards, the current time selects which ones it verifies.
+    /// Starts the thread. The current time selects the first shard, because the thread may end before it has read all.
     ///
     /// # Errors
     /// When the thread cannot be started.
@@ -63,7 +63,8 @@ impl Verification {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// The errors that [`Verification::new_problems`] has not returned yet. Waits at most 10 s for the thread to end.
+    /// The errors that [`Verification::new_problems`] has not returned yet. Waits at most 10 s for the verification to
+    /// end.
     ///
     /// # Errors
     /// As [`Verification::new_problems`].
@@ -75,7 +76,7 @@ impl Verification {
     }
 }
 
-/// The errors of files that could not be read; or the error of the first file whose hash differs.
+/// Fails if the hash of a file differs. Otherwise returns the errors of files that could not be read.
 fn sorted(all: impl Iterator<Item = Compared>) -> Result<Vec<Error>> {
     let mut unread = Vec::new();
     for compared in all {

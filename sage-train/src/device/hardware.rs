@@ -1,4 +1,4 @@
-//! Names of devices, free memory, and the GPUs of a machine.
+//! A device's name, and the machine's free memory and GPUs.
 
 use candle_core::Device;
 

@@ -13,7 +13,7 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// Makes buffers for micro-batches of (sequences, context) ids. Up to `ahead` micro-batches may be in flight.
+    /// Makes buffers for micro-batches of (sequences, context) ids. Up to `ahead` copies to the device may be pending.
     ///
     /// # Errors
     /// When memory is short.
@@ -31,7 +31,8 @@ impl Upload {
         })
     }
 
-    /// Returns ids and targets on the device. On a GPU the next call overwrites the returned tensors, in stream order.
+    /// Returns ids and targets on the device. On a GPU the next call overwrites the returned tensors, after all kernels
+    /// that were launched earlier on the same stream.
     ///
     /// # Errors
     /// When `ids` or `targets` do not have a micro-batch's size, or the device reports an error.
@@ -109,7 +110,7 @@ mod ring {
             }
             slice[..ids.len()].copy_from_slice(ids);
             slice[ids.len()..].copy_from_slice(targets);
-            // SAFETY: the tensor is as long as the slice, and the slice is not overwritten before the event.
+            // SAFETY: the tensor is as long as the slice, and the slice is not overwritten before the copy ends.
             unsafe { memcpy_htod_async(self.address, slice, self.stream.cu_stream()).w()? };
             *read = Some(self.stream.record_event(None).w()?);
             Ok([self.here.get(0)?, self.here.get(1)?])

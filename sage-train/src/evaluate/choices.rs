@@ -15,7 +15,8 @@ pub struct Example {
     pub context: Vec<u32>,
     /// Tokens of each ending.
     pub endings: Vec<Vec<u32>>,
-    /// The length of each ending, for the loss per length: in tokens from [`read_examples`], otherwise in characters.
+    /// The length of each ending, for the loss per length. [`read_examples`] counts it in tokens, other code in
+    /// characters.
     pub lengths: Vec<usize>,
     /// Index of the correct ending.
     pub label: usize,
@@ -120,10 +121,11 @@ struct EndingLoss {
     written: bool,
 }
 
-/// Lets a model choose endings. If context and ending are too long for the model, the context loses its first tokens.
+/// Lets a model choose the endings of `examples`. The model reads at most `context` tokens. If an example has more, its
+/// first tokens are left out.
 ///
 /// # Errors
-/// When an ending is longer than the model's context, an id is not in the vocabulary, or the device fails.
+/// When an ending is longer than `context`, a token is not in the vocabulary, or the device fails.
 pub fn choose(
     model: &Llama,
     examples: &[Example],
@@ -158,7 +160,7 @@ pub fn choose(
 }
 
 /// How many tokens the model can read before an ending of `ending` tokens, if it reads at most `context` tokens. The
-/// ending's last token does not count, because it is predicted and is not an input.
+/// ending's last token does not count, because it is not an input.
 fn kept(context: usize, ending: usize) -> usize {
     context + 1 - ending
 }

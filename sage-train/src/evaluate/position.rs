@@ -19,7 +19,7 @@ const PARTS: usize = 8;
 pub struct PositionLoss {
     /// Positions of the inputs, from 0.
     pub positions: Range<usize>,
-    /// Mean loss of the tokens that follow these inputs, nats per token.
+    /// Mean loss of the predictions at `positions`, nats per token.
     pub loss: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Measures how often a model recalls facts of [`crate::data::recall`]'s documents, for each range of distances
-//! between a fact and the answer.
+//! Measures how often a model recalls facts of [`crate::data::recall`]'s documents, for each range of distances (in
+//! tokens) between a fact and the answer to the question about it.
 
 use std::ops::Range;
 
@@ -30,14 +30,14 @@ pub struct Recalled {
     pub right: usize,
 }
 
-/// An answer among a document's tokens.
+/// An answer. `tokens` is its place in the tokenized document.
 struct Answer {
     asked: QuestionContext,
     distance: usize,
     tokens: Range<usize>,
 }
 
-/// A document's first tokens, at most `context`, and the answers among them.
+/// The first tokens of document `number`, at most `context`, and the answers that are completely within these tokens.
 fn tokenize(
     recall: Recall,
     number: u64,
@@ -133,8 +133,8 @@ mod tests {
     use super::*;
     use crate::data::recall::text;
 
-    /// Tokenizing a text in pieces gives the tokens of the whole text. The earlier statement of an answer ends
-    /// `distance` tokens before the answer, and has the same tokens.
+    /// Tokenizing a text in pieces gives the tokens of the whole text. The tokens of an answer also occur earlier: this
+    /// earlier occurrence ends `distance` tokens before the answer begins.
     #[test]
     fn answers_are_found_among_the_tokens() -> Result<()> {
         let task = Recall { words: 600, seed: 0 };

@@ -7,9 +7,8 @@ use crate::data::{Batches, Mixture, SequenceSplit};
 use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
-/// Measures the blocks that a model with SLA2 selects in the first sequence of the data, which is the same in every
-/// validation. The model selects blocks even while it still trains with dense attention. `None` for a model without
-/// SLA2.
+/// Statistics of the blocks that a model with SLA2 selects in the first sequence of `data`. Every validation uses this
+/// sequence. The model selects blocks even while it still trains with dense attention. `None` for a model without SLA2.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

@@ -27,7 +27,7 @@ pub enum Task {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Question {
     context: String,
-    /// The endings, each with the space in front of it.
+    /// The possible continuations of `context`. Each begins with a space.
     endings: Vec<String>,
     label: usize,
 }
@@ -126,7 +126,7 @@ impl Task {
 /// A question in tokens. An ending is encoded together with the context, because a word and the space before it are
 /// one token. The ending's tokens are those after the context's tokens.
 fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
-    // Spaces at the context's end belong to the ending, as in the harness.
+    // Spaces at the context's end belong to the ending, as in lm-evaluation-harness.
     let context = question.context.trim_end();
     let spaces = &question.context[context.len()..];
     let before = tokenizer.encode(context)?;
@@ -135,7 +135,7 @@ fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
         Ok(whole.get(before.len()..).unwrap_or_default().to_vec())
     };
     let endings = question.endings.iter().map(tokens).collect::<Result<Vec<_>>>()?;
-    // The harness counts characters without the space in front.
+    // As in lm-evaluation-harness, an ending's length excludes the space that the ending begins with.
     let lengths = question.endings.iter().map(|ending| ending.chars().count() - 1).collect();
     Ok(Example { context: before, endings, lengths, label: question.label })
 }
@@ -172,7 +172,7 @@ mod tests {
         let swag = json!({"activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he [title] He Looks  up [step] there",
                           "endings": ["is using wrap.", "starts pulling [substeps] up."], "label": "1"});
         let found = question(Task::HellaSwag, swag);
-        // All letters of `ctx_b` after the first become lower-case, and then the brackets are removed.
+        // After its first letter, `ctx_b` becomes lower-case. Then `[title]` becomes a period, and `[step]` is removed.
         assert_eq!(found.context, "Roof shingle removal: A man is sitting on a roof. He. he looks up there");
         assert_eq!(
             (found.endings, found.label),

@@ -26,7 +26,7 @@ pub(super) struct HfConfig {
     #[serde(default = "default_eps")]
     pub(super) rms_norm_eps: f64,
     max_position_embeddings: Option<usize>,
-    /// In transformers 5 this value has priority over the value inside the rotary embedding's fields.
+    /// In transformers 5 this field has priority over the field of the same name in `Rope`.
     original_max_position_embeddings: Option<f64>,
     #[serde(default)]
     pub(super) tie_word_embeddings: bool,
@@ -40,8 +40,8 @@ pub(super) struct HfConfig {
     /// true. If this field is missing, the window has 4096 tokens, as in transformers.
     #[serde(default = "default_window")]
     sliding_window: Option<usize>,
-    /// Which layers have the window. If a Qwen2 or Qwen3 lacks this field, its layers below `max_window_layers` have
-    /// no window.
+    /// Which layers have the sliding window. If this field is missing for a Qwen2 or Qwen3, the layers below
+    /// `max_window_layers` have no window.
     layer_types: Option<Vec<String>>,
     max_window_layers: Option<usize>,
     hidden_act: Option<String>,
@@ -60,7 +60,7 @@ fn default_eps() -> f64 {
     1e-6
 }
 
-/// The rotary embedding. The kind of scaling is the value of `rope_type`, and in older files of `type`. Some files have
+/// The rotary embedding. The key `rope_type` is the kind of scaling; older files call this key `type`. Some files have
 /// both keys, because transformers keeps `type` when it adds `rope_type`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Rope {
@@ -90,8 +90,8 @@ impl Rope {
             .find(|kind| *kind != "default")
     }
 
-    /// Llama 3's scaling; `None` if one of its four numbers is missing. `original` is the original context at the
-    /// file's top level.
+    /// Llama 3's scaling; `None` if one of its four numbers is missing. `original` is the value of
+    /// `original_max_position_embeddings` at the top level of config.json.
     fn llama3(&self, original: Option<f64>) -> Option<RopeScaling> {
         Some(RopeScaling {
             factor: self.factor?,
@@ -127,14 +127,14 @@ impl HfConfig {
         let unreadable =
             |error: serde_json::Error| during(failed())(error).hint(HINT).with_kind(ErrorKind::Invalid);
         let value: Value = serde_json::from_str(&text).map_err(unreadable)?;
-        // The architecture is checked first: files of other architectures lack fields, and the error for a missing
-        // field would hide the reason.
+        // The architecture is checked before the fields. Otherwise the error for an unsupported architecture might
+        // only name a missing field.
         let kind = value["model_type"].as_str().unwrap_or("missing");
         let known: Vec<_> = ModelType::all().map(ModelType::key).collect();
         if !known.iter().any(|known| known == kind) {
             return Err(unusable(folder, format!("model_type {kind}"), &known.join(", ")));
         }
-        // From the text, so that an error has the line of the field.
+        // Parses `text`, not `value`, so that an error contains the line of the field.
         let config: Self = serde_json::from_str(&text).map_err(unreadable)?;
         config.check(folder)?;
         Ok(config)
@@ -156,7 +156,7 @@ impl HfConfig {
         let kinds = self.layer_types.as_deref().unwrap_or_default();
         let other = kinds.iter().find(|kind| !LAYER_TYPES.contains(&kind.as_str()));
         let activation = format!("hidden_act: {ACTIVATION}");
-        // Other model types do not read these keys.
+        // transformers reads each of these keys only for some model types.
         let has_bias = match self.model_type {
             ModelType::Llama => self.attention_bias || self.mlp_bias,
             ModelType::Qwen3 => self.attention_bias,
@@ -182,7 +182,7 @@ impl HfConfig {
                     self.sliding_window.unwrap_or_default(),
                     kinds.len()
                 ),
-                "a window of at least 1, a type for each layer",
+                "a window of at least 1; layer_types, if present, with a type for each layer",
             ),
             (
                 !self.hidden_act.as_deref().is_none_or(|act| [ACTIVATION, "swish"].contains(&act)),
@@ -227,8 +227,7 @@ impl HfConfig {
         self.rope_scaling.as_ref().or(self.rope_parameters.as_ref())
     }
 
-    /// Channels of a head. If the field is missing, the heads share `hidden_size`, except in a Qwen3, as in
-    /// transformers.
+    /// Channels of a head. If the file has no `head_dim`, this is the default of transformers.
     pub(super) fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
             ModelType::Qwen3 => 128,
@@ -238,7 +237,8 @@ impl HfConfig {
         })
     }
 
-    /// Tokens of the longest sequence, with transformers' default.
+    /// Tokens of the longest sequence. If the file has no `max_position_embeddings`, this is the default of
+    /// transformers.
     pub(super) fn longest(&self) -> usize {
         self.max_position_embeddings.unwrap_or(match self.model_type {
             ModelType::Llama => 2048,

@@ -1,4 +1,5 @@
-//! The model types of transformers that compute the same results as this trainer's models.
+//! Model types of the transformers library. Models of these types compute the same results in that library and in this
+//! trainer.
 
 use candle_sage::{Error, Result};
 use serde::Deserialize;

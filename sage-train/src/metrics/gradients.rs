@@ -13,7 +13,7 @@ pub struct Squares {
     pub exact: f64,
     /// Squared norm under the scheme.
     pub low: f64,
-    /// Squared norm of the gradient under the scheme minus the gradient with unquantized attention.
+    /// Squared norm of the difference between the two gradients.
     pub error: f64,
 }
 
@@ -71,8 +71,8 @@ impl Sums {
 pub struct Part {
     /// `all`, `embedding`, `layer N` or `norm`.
     pub name: String,
-    /// For groups of 1, 2, 4, ... micro-batches: the size of a group, and the [`Squares`] of a group's mean gradient,
-    /// averaged over the groups.
+    /// For groups of 1, 2, 4, ... micro-batches: the size of a group, and the [`Squares`] of its mean gradient. These
+    /// squares are averaged over all groups of this size.
     pub curve: Vec<(usize, Squares)>,
     /// The part's [`Sums`] over all micro-batches.
     pub whole: Sums,

@@ -1,4 +1,5 @@
-//! The measurements of a probe (a line of `probes.jsonl`): errors of low-bit attention, and magnitudes of its tensors.
+//! The measurements of one probe: errors of low-bit attention, and magnitudes of attention's tensors. Each line of
+//! `probes.jsonl` has the measurements of one probe.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +19,8 @@ pub struct Row {
     /// The query head, from 0; `None` for the whole layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
-    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are in the row
-    /// of the first of these query heads.
+    /// Errors by the names of [`QUANTITIES`]. Query heads that share a key head also share dK and dV: only the row of
+    /// the first of these query heads contains the errors of dK and dV.
     pub errors: BTreeMap<String, Distance>,
     /// Magnitudes of the tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -28,8 +29,7 @@ pub struct Row {
     /// operand is in low bits. `None` for dK and dV if `errors` has no dK and dV.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
-    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
-    /// groups.
+    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without NVFP4.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
     /// For each operand, the fraction of its NVFP4 groups that contain a magnitude above 2688, the largest NVFP4 value.
@@ -51,7 +51,7 @@ pub struct Probed {
     pub sequences: usize,
     /// Factor by which queries and keys were multiplied.
     pub qk_scale: f64,
-    /// Whether each token of Q and K had a separate scale.
+    /// Whether Q and K were quantized with a separate scale for each token.
     #[serde(default)]
     pub token_scales: bool,
     /// A row for each layer, followed by the rows of its heads if they were requested.
@@ -108,8 +108,8 @@ impl Sizes {
         ]
     }
 
-    /// Merges `other`, with the weight `weight`, into `self`. Averages the squares of the `rms_*` fields, and the
-    /// fractions of outlying tokens. Keeps the larger value of `bound_ds` and of each `largest_*` field.
+    /// Merges `other`, with the weight `weight`, into `self`. Averages the `outlying_*` fields and the squares of the
+    /// `rms_*` fields. Keeps the larger value of `bound_ds` and of each `largest_*` field.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
         let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;

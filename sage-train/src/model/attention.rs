@@ -22,19 +22,19 @@ use crate::ranks::Group;
 /// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// Maps the norm's output, (rows, width), to what is added to the residual stream, (rows, width). Rows are this rank's
-/// tokens of all sequences. The tables of the [`Rotary`] have a position for each token of a whole sequence, including
-/// the tokens of other ranks.
+/// Input and output are (rows, width). The input is normalized; the output is added to the residual stream. Rows are
+/// this rank's tokens of all sequences. The tables of the [`Rotary`] are for whole sequences, including the tokens of
+/// other ranks.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// One matmul for query, key and value, for forwards and for an FP8 backward. Any other backward uses `query_key`
-    /// and `value`, because it has the gradients of query and key in one tensor, and that of value in another.
+    /// Query, key and value in one matmul. The forward uses it, and so does the backward of an FP8 layer. The backward
+    /// of any other layer uses `query_key` and `value`, because the gradient of the values is in a separate tensor.
     projection: Linear,
     query_key: Linear,
     value: Linear,
     output: Linear,
     biases: Option<Biases>,
-    /// Only for training: makes the operands of this layer's matmuls.
+    /// Makes the operands of this layer's matmuls in training.
     operands: Operands,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
@@ -101,7 +101,7 @@ enum KeptCore {
 }
 
 struct Core {
-    /// Query and key after norm and rotation, and value.
+    /// Query and key (both after norm and rotation), and value.
     inputs: [Tensor; 3],
     out: Tensor,
     /// The attention output for this rank's tokens, (rows, width).
@@ -187,7 +187,7 @@ impl SelfAttention {
     }
 
     /// Rows of this rank's tokens -> (batch, tokens of whole sequences, this rank's heads, head_dim). With context
-    /// parallelism, the ranks exchange tokens for heads.
+    /// parallelism, this is an all-to-all.
     fn to_heads(&self, rows: &Tensor, rotary: &Rotary, kinds: &[Heads]) -> Result<Tensor> {
         let ranks = self.ulysses.as_ref().map_or(1, Ulysses::ranks);
         let tokens = rotary.cos.dim(0)? / ranks;
@@ -196,7 +196,7 @@ impl SelfAttention {
         self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
     }
 
-    /// The inverse of `to_heads`. `heads` may have any shape.
+    /// The inverse of `to_heads`.
     fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
         let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
         let tokens = rotary.cos.dim(0)?;
@@ -214,7 +214,8 @@ impl SelfAttention {
         ])
     }
 
-    /// The attention, and its query, key and value. Packed documents are joined into one batch entry.
+    /// The attention operator and its inputs: query, key and value. With packed documents, the sequences of the batch
+    /// are joined into one.
     fn inputs(&self, projected: &Tensor, rotary: &Rotary) -> Result<(Attention, [Tensor; 3])> {
         let [query, key, value] = self.parts(projected)?;
         let [query_norm, key_norm] = match &self.norms {
@@ -304,7 +305,6 @@ impl SelfAttention {
         Ok(Core { inputs, out, rows, vjp })
     }
 
-    /// The linear layers whose operands can be observed, with their names.
     pub(super) fn linears(&mut self) -> [(&'static str, &mut Linear); 2] {
         [("query-key-value", &mut self.projection), ("output", &mut self.output)]
     }
@@ -349,7 +349,7 @@ impl SelfAttention {
         self.operands.of(dprojected, OperandRole::Projected)
     }
 
-    /// Adds the gradients of the weights and returns the gradient of the input.
+    /// Accumulates the gradients of the weights, and returns the gradient of the input.
     pub(super) fn backward(
         &self,
         kept: Kept,

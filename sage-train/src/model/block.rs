@@ -22,9 +22,9 @@ pub(super) struct Block {
     attention: Option<(Norm, SelfAttention)>,
     mlp_norm: Norm,
     mlp: FeedForward,
-    /// Makes the operands of linear layers in training.
+    /// For training: converts inputs and output gradients of linear layers to the precision of their matmuls.
     operands: Operands,
-    /// Makes the operands of linear layers in validation.
+    /// For validation: converts inputs of linear layers to the precision of their matmuls.
     pub(super) in_evaluation: Operands,
     recompute: Recompute,
 }
@@ -156,8 +156,8 @@ impl Block {
     }
 
     /// Computes the weights' gradients. Takes the gradient of the block's output stream and returns the gradient of
-    /// its input stream. Each of the two gradients is a pair: a tensor, and the same gradient as an operand. The
-    /// returned operand is the `dout` of the backward of block `before`.
+    /// its input stream. Both gradients are given twice: as a tensor and as an operand of matmuls. The returned operand
+    /// is for the backward of `before`, the preceding block.
     pub(super) fn backward(
         &self,
         kept: Kept,

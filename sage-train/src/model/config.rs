@@ -48,12 +48,11 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Precision of the matmuls of linear layers in training.
     pub linear: LinearPrecision,
-    /// Indices of the blocks whose linear layers train in the compute type.
+    /// Indices of the transformer layers whose linear layers train without FP8, although `linear` is FP8.
     pub linear_compute_layers: BTreeSet<usize>,
     /// Precision of the matmuls of the output matrix in training.
     pub linear_head: LinearPrecision,
-    /// The precision that linear layers have in validation, if they train in FP8. Validation does not use delayed
-    /// scaling.
+    /// Precision in validation of the linear layers that train in FP8. Validation does not use delayed scaling.
     pub linear_in_evaluation: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
@@ -86,7 +85,7 @@ pub enum Recompute {
     Rotary,
     /// QK-norm, rotary embedding, attention, and the element-wise product inside SwiGLU
     Attention,
-    /// All operations of a transformer block: only the block's input is stored
+    /// All activations of a transformer block except its input
     Block,
 }
 
@@ -276,7 +275,7 @@ impl LlamaConfig {
         (self.vocab * self.width) as u64
     }
 
-    /// The number of parameters in linear layers, and in linear layers with low-bit matmuls.
+    /// Two numbers of parameters: of all hidden matrices, and of the hidden matrices with low-bit matmuls.
     fn linear_parameters(&self) -> [u64; 2] {
         let all: u64 = self
             .parameter_specs()
@@ -288,8 +287,8 @@ impl LlamaConfig {
         [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
-    /// Bytes of the copies that training reads instead of the f32 weights. `element`: bytes per element of the copies
-    /// in the compute type, or 0 without such copies.
+    /// Bytes of the copies that training reads instead of the f32 weights. `element`: bytes per element of a copy that
+    /// is not in FP8, or 0 if only FP8 copies exist.
     pub fn copies_of_weights(&self, element: u64) -> u64 {
         let specs = self.parameter_specs();
         let of_spec = |spec: &ParameterSpec| {
@@ -310,8 +309,8 @@ impl LlamaConfig {
         self.parameter_specs().iter().map(|spec| spec.len() * if spec.fp8 { 1 } else { element }).sum()
     }
 
-    /// Validation copies the weights that training reads only in FP8. Returns the bytes of these copies, with `element`
-    /// bytes per element.
+    /// Training reads some weights only in FP8. Returns the bytes of the copies that validation makes of these weights,
+    /// with `element` bytes per element.
     pub fn expanded_bytes(&self, element: u64) -> u64 {
         self.parameter_specs().iter().filter(|spec| spec.fp8).map(|spec| element * spec.len()).sum()
     }
@@ -366,8 +365,8 @@ impl LlamaConfig {
         let operand = linear.kept_bytes(element);
         let is_low = linear.is_low();
         let rotated = element * (queries + keys);
-        // Bytes per token. `projected`: the residual stream, the normalized stream, and the projected query, key and
-        // value. `core`: query and key after norm and rotation, attention's output, and other tensors for the backward.
+        // Activation bytes per token. `projected`: residual stream, normalized stream, projected query, key and value.
+        // `core`: query and key after norm and rotation, attention's output, and other tensors for the backward.
         let (projected, core) = match scheme {
             None => (0, 0),
             Some(scheme) => {
@@ -395,7 +394,7 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // In memory only during a block's backward: recomputed activations and the gradients of the MLP's activations.
+        // Activations that a block's backward recomputes.
         let again = match recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,
@@ -404,6 +403,7 @@ impl LlamaConfig {
         };
         // FP8 values are stored both row by row and transposed.
         let codes = if is_low { 2 * (width + ffn) } else { 0 };
+        // In memory only during a block's backward: recomputed activations, gradients, and FP8 values.
         let at_hand = again + element * (2 * width + 3 * ffn) + codes;
         // Logits exist only in chunks: see `CrossEntropy::chunk_rows`.
         let logits = (*vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
@@ -438,7 +438,7 @@ mod tests {
     fn the_paper_preset_has_the_papers_size() {
         let config =
             Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Paper325m))).expect("a preset");
-        // 324.09M parameters by the SageBwd paper's count, 324.18M with the norms and the padded vocabulary.
+        // 324.09M parameters without norms and vocabulary padding, as the SageBwd paper counts. With both, 324.18M.
         assert_eq!(config.model.parameters() / 100_000, 3241);
         assert_eq!(config.tokens_per_step(), 2_097_152);
         assert_eq!(config.steps, 37_500);

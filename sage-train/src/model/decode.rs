@@ -32,9 +32,9 @@ impl Llama {
     /// in each layer's own numerics. Later tokens attend in the numerics of `following`, or, if it is `None`, like the
     /// prompt.
     ///
-    /// Returns `None` if a cache cannot continue the sequence, so that each new token needs a forward over the whole
-    /// sequence. This happens only in SLA2's sparse stage: with `Choice::Window`, or if tokens after the prompt attend
-    /// in INT8 or FP4.
+    /// Returns `None` if the model cannot continue a sequence from a cache. This happens only in SLA2's sparse stage:
+    /// with `Choice::Window`, or if tokens after the prompt attend in INT8 or FP4. Without a cache, each new token
+    /// needs a forward over the whole sequence.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         let following = following.into();
         // The caches grow in steps of `tokens`, which must not be 0.

@@ -28,8 +28,8 @@ impl LlamaConfig {
             context,
             untied,
             scheme,
-            // The methods `parameters`, `embedding_parameters` and `window_of` read these fields. Instead of the field
-            // `sla2`, this function uses its argument `sla2`.
+            // The methods `parameters`, `embedding_parameters` and `window_of` read these fields, except `sla2`. The
+            // argument `sla2` replaces the field.
             vocab: _,
             width: _,
             key_heads: _,

@@ -14,7 +14,7 @@ pub(super) struct Norm {
 }
 
 /// The residual stream, (rows, width), as two tensors: a sum, and the output of the previous layer, which is not yet
-/// added to the sum. The next norm adds the two tensors in its own pass over memory.
+/// added to the sum. The next norm adds the two tensors and normalizes the sum in one pass over memory.
 #[derive(Debug, Clone)]
 pub(super) struct Stream {
     pub(super) sum: Tensor,

@@ -11,9 +11,9 @@ use super::parameters::{Parameters, Weight};
 /// The operands of a linear layer's matmuls: `y = x W^T`, `dx = dy W`, `dW = dy^T x`.
 #[derive(Debug, Clone, Copy)]
 pub struct Products<'a> {
-    /// Index of the layer in the model.
+    /// Index of the transformer layer in the model.
     pub layer: usize,
-    /// Which matrix of the layer: query-key-value, output, gate-up, down.
+    /// Which matrix of the transformer layer: query-key-value, output, gate-up, down.
     pub name: &'static str,
     /// The input, (rows, inputs).
     pub x: &'a Tensor,
@@ -26,7 +26,7 @@ pub struct Products<'a> {
 /// Receives the operands of matmuls during the backward.
 pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
 
-/// An observer of a linear layer. It receives `layer` and `name` in [`Products`].
+/// An observer of a linear layer. `observe` receives `layer` and `name` in [`Products`].
 #[derive(Clone)]
 pub(super) struct Observer {
     pub(super) observe: Rc<ObserveProducts>,
@@ -64,9 +64,9 @@ impl Linear {
         self.observer = Some(observer);
     }
 
-    /// Passes the operands of this layer's matmuls to the observer, if there is one. Attention's backward calls
-    /// this method for the query-key-value projection, because two other layers compute that projection's gradients:
-    /// query-key, and value.
+    /// Passes the operands of this layer's matmuls to the observer, if there is one. In attention's backward, a
+    /// query-key layer and a value layer can replace the query-key-value layer. Then attention calls this method for
+    /// the query-key-value layer.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -87,8 +87,8 @@ impl Linear {
         }
     }
 
-    /// The mean cross-entropy, and the gradient of the layer's input. The layer's outputs are the logits. Adds the
-    /// gradient of the weight to the accumulated gradient.
+    /// The layer's outputs are logits. Returns their mean cross-entropy, and its gradient for the layer's input. Adds
+    /// the gradient of the weight to the accumulated gradient.
     pub(super) fn cross_entropy(
         &self,
         x: &Operand,
@@ -113,7 +113,7 @@ impl Linear {
         }
     }
 
-    /// Adds the gradient of the weight and returns the gradient of the input.
+    /// Adds the gradient of the weight to its accumulated gradient. Returns the gradient of the input.
     pub(super) fn backward(&self, x: &Operand, dy: &Operand) -> Result<Tensor> {
         self.backward_weight(x, dy)?;
         self.backward_input(dy)

@@ -110,7 +110,7 @@ impl Llama {
         self.blocks.iter_mut().enumerate().for_each(|(layer, block)| block.observe(observe, layer));
     }
 
-    /// Sets the stage, which decides what a model with SLA2 attends to. A new model is in the sparse stage.
+    /// Sets the stage of SLA2; without effect if the model has no SLA2. A new model has [`Stage::Sparse`].
     pub fn set_stage(&mut self, stage: Stage) {
         self.stage = stage;
     }
@@ -185,7 +185,7 @@ impl Llama {
     }
 
     /// Mean cross-entropy, as an f32 scalar. `targets` are the ids one position after those of `input`. Linear layers
-    /// have the precision of validation.
+    /// have the precision that the config sets for validation.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
@@ -194,8 +194,7 @@ impl Llama {
         self.loss_of(&hidden, &targets.flatten_all()?)
     }
 
-    /// Returns the loss, including the z-loss if there is one, and adds its gradients to the gradients of the
-    /// parameters.
+    /// Returns the loss, including the z-loss if there is one. Accumulates the parameters' gradients of this loss.
     ///
     /// # Errors
     /// As [`Llama::hidden`], and when the parameters were not made for training.

@@ -39,7 +39,7 @@ impl Operand {
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub(super) precision: LinearPrecision,
-    /// The scale of each [`OperandRole`]; empty without delayed scaling.
+    /// The FP8 scales of the operands, indexed by [`OperandRole`]; empty without delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
 
@@ -50,7 +50,8 @@ impl Operands {
         Self::with_scales(config.linear_of(layer), config, parameters, first..first + OperandRole::COUNT)
     }
 
-    /// Operands for the output matrix in training. Its input has the role `OperandRole::Normed`.
+    /// Operands for the output matrix in training. With delayed scaling, `scales` has one scale: the scale of the
+    /// output matrix's input, at index `OperandRole::Normed`.
     pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
         let first = config.layers * OperandRole::COUNT;
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)
@@ -84,7 +85,7 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8. In FP8, the query, key and value projections have one common backward.
+    /// Whether the matmuls are in FP8.
     pub(super) fn in_fp8(&self) -> bool {
         match self.precision {
             LinearPrecision::Compute => false,

@@ -1,9 +1,9 @@
-//! All parameters of a model, with moments, gradients and a copy in the compute type, in a few pieces of memory. An
+//! The parameters of a model, with their moments, gradients and copies in the compute type, stored in a few pieces. An
 //! optimizer step is one pass over each piece, and each parameter is a view into a piece.
 //!
 //! If several ranks train, each rank owns one shard of every piece: only this rank stores the shard's f32 weights and
-//! moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank stores all gradients and all weights
-//! in the type that training reads: the compute type, or FP8.
+//! moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank stores all gradients. It
+//! also stores all weights, in the type that training reads: the compute type, or FP8.
 
 mod arrivals;
 mod draw;
@@ -37,7 +37,7 @@ use values::{Values, quantize_shards};
 pub use weight::Weight;
 use weight::{Quantized, Source};
 
-/// The trained tensors of a model. Models contain views of these tensors, so that an update takes effect at once.
+/// The trained tensors of a model. Models contain views of these tensors, so optimizer updates change the models.
 #[derive(Debug)]
 pub struct Parameters {
     pub(super) specs: Vec<ParameterSpec>,
@@ -49,11 +49,11 @@ pub struct Parameters {
     arrivals: Rc<PendingGathers>,
     /// By piece.
     held: Vec<Held>,
-    /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards contain the sum
-    /// over ranks.
+    /// Gradients of all parameters, if the model is trained. After `Reduction::finish`, this rank's shards contain the
+    /// gradients' sums over all ranks.
     gradients: Option<Tensor>,
-    /// Receive buffers for gradients, if there are other ranks. The first two receive from ranks of this node, one
-    /// piece at a time, and alternate: one is filled while the other is summed. The third receives from other nodes.
+    /// Receive buffers for gradients, if there are other ranks. The first two receive from ranks of this node: while
+    /// one receives a piece, the piece in the other is added to `gradients`. The third receives from other nodes.
     pub(super) received: Option<[Tensor; 3]>,
     /// By parameter: whether the gradient has been written since it was cleared.
     pub(super) filled: Vec<Arc<AtomicBool>>,
@@ -61,9 +61,9 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
-    /// For each piece of parameter memory in FP8 that is divided among several ranks: sums of its initial weights, to
-    /// detect ranks that read different files. FP8 values cannot show this: each rank quantizes only its shard, and all
-    /// ranks gather the same values.
+    /// For each piece with FP8 weights and several shards: the sum and the sum of squares of its initial weights. They
+    /// detect ranks that read different files. FP8 values would not show this: each rank quantizes only its shard, and
+    /// all ranks gather the same FP8 values.
     initial: Vec<f64>,
     /// The scales of FP8 operands with delayed scaling.
     scales: OnceLock<Arc<Fp8Scales>>,
@@ -74,9 +74,10 @@ pub struct Parameters {
 struct Held {
     /// The weights of the whole piece, which the forward and the backward read.
     values: Values,
-    /// Weights and moments of this rank's shard, (1 + moments, shard).
+    /// Weights and moments of this rank's shard. Shape: (1 + number of moments, length of the shard).
     state: Tensor,
-    /// The optimizer's statistics, one for each row of the piece's matrices, which are in the order of [`matrices_of`].
+    /// The optimizer's row statistics: one number for each row of the piece's matrices. The matrices are in the order
+    /// of [`matrices_of`].
     rows: Option<Tensor>,
 }
 
@@ -84,11 +85,11 @@ struct Held {
 pub(crate) struct InitialValues<'a> {
     /// Returns the weights of a parameter; called from any thread.
     pub(crate) weights: &'a Weights<'a>,
-    /// Returns a range of elements of a parameter's moment. The first argument is the moment's name in
-    /// [`Training::moments`]. `None` if the moments are zero.
+    /// Returns elements of a parameter's moment. The arguments are the moment's name (from [`Training::moments`]), the
+    /// parameter and the range of elements. `None` if the moments are zero.
     pub(crate) moments: Option<&'a InitialMoments<'a>>,
-    /// Returns the optimizer's statistics of a matrix, one for each row. The arguments are the name of their tensor and
-    /// the number of rows. `None` if the statistics are zero.
+    /// Returns the optimizer's statistics of a matrix, one for each row. The arguments are the name of the statistics'
+    /// tensor and the matrix's number of rows. `None` if the statistics are zero.
     pub(crate) rows: Option<&'a InitialRows<'a>>,
 }
 
@@ -105,8 +106,8 @@ impl<'a> InitialValues<'a> {
 }
 
 impl Parameters {
-    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that adding a
-    /// parameter to a model does not change the initial values of the others. `dtype` is the model's compute type.
+    /// Draws the initial values of all parameters. Each parameter has its own random stream, so that adding a parameter
+    /// to a model does not change the initial values of the others. `dtype` is the model's compute type.
     ///
     /// # Errors
     /// When a tensor cannot be allocated.
@@ -124,7 +125,7 @@ impl Parameters {
     /// Makes parameters with these values. `trained` is as in [`Parameters::load`].
     ///
     /// # Errors
-    /// When a source in `values` fails, or memory is short.
+    /// When a function in `values` fails, or memory is short.
     pub(crate) fn from_values(
         mut specs: Vec<ParameterSpec>,
         values: &InitialValues<'_>,
@@ -234,7 +235,7 @@ impl Parameters {
         self.joined(&[name.to_owned()])
     }
 
-    /// Adjacent matrices as one matrix with all of their rows.
+    /// Matrices that are adjacent in memory, as one matrix with all of their rows.
     ///
     /// # Errors
     /// When a name is unknown, or the matrices are not adjacent or have different widths.
@@ -334,14 +335,14 @@ impl Parameters {
         Ok(None)
     }
 
-    /// This rank's shard of a piece of `all`, a tensor with the layout of the parameters.
+    /// This rank's shard of a piece. The tensor `all` contains all pieces.
     pub(super) fn own(&self, all: &Tensor, piece: usize) -> Result<Tensor> {
         let range = &self.layout.pieces[piece].range;
         let part = self.mesh.shard.part_of(range.len());
         all.narrow(0, range.start + part.start, part.len())
     }
 
-    /// Updates all parameters with the reduced gradients, shard by shard, and starts to all-gather the new weights
+    /// Updates this rank's shard of each piece with the reduced gradients, and starts to all-gather the new weights
     /// within the node. The first read of a weight waits for the all-gather of its piece.
     ///
     /// # Errors
@@ -374,9 +375,9 @@ impl Parameters {
             match values {
                 Values::Stored(values) if self.mesh.shard.of > 1 => {
                     let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values.clone());
-                    // Muon's updates (of pieces with `apart`) exchange update directions between ranks. After the loop,
-                    // ranks exchange the largest absolute values of FP8 weights. An all-gather that starts here would
-                    // delay these exchanges, so it starts after them.
+                    // The all-gather starts after the loop if it would delay other exchanges between ranks: those of
+                    // Muon's update directions (pieces with `apart`), or those of the largest absolute values of FP8
+                    // weights.
                     match piece.common.apart || !fp8_pieces.is_empty() {
                         true => later.push(updated),
                         false => self.gather(vec![updated], shards)?,

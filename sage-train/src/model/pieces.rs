@@ -1,5 +1,5 @@
-//! The layout of the parameters in memory: pieces ("buckets" in PyTorch), which are runs of adjacent parameters that
-//! are reduced, updated and gathered together.
+//! The layout of the parameters in memory: pieces ("buckets" in PyTorch). The parameters of a piece are adjacent, and
+//! are updated and gathered together; their gradients are reduced together.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -22,8 +22,8 @@ pub(super) struct Piece {
     pub(super) range: Range<usize>,
     /// The properties that all parameters of the piece share.
     pub(super) common: Common,
-    /// The first layer with a parameter in the piece. `None` if the piece's gradients are complete only at the
-    /// end of the backward.
+    /// The first layer with a parameter in the piece. The backward of this layer completes the piece's gradients.
+    /// `None` if the piece contains the embedding, whose gradient is completed last.
     pub(super) first_layer: Option<usize>,
 }
 
@@ -34,15 +34,15 @@ pub(super) struct Common {
     pub(super) decays: bool,
     /// Whether the model always reads the parameters in f32, even if it computes in bf16 or f16.
     pub(super) wide: bool,
-    /// Whether the piece must contain only matrices of hidden layers, because the optimizer (Muon) updates each matrix
-    /// as a whole.
+    /// Whether the parameters are hidden matrices that Muon updates.
     pub(super) apart: bool,
-    /// Whether training reads the parameters only in FP8.
+    /// Whether the forward and backward of training use the parameters only in FP8.
     pub(super) fp8: bool,
 }
 
 impl Common {
-    /// All combinations that occur. In memory, pieces are in this order: pieces with weight decay come first.
+    /// All combinations of these properties that occur. In memory, pieces are in this order: pieces with weight decay
+    /// come first.
     const ALL: [Self; 7] = [
         Self { decays: true, wide: false, apart: false, fp8: false },
         Self { decays: true, wide: false, apart: false, fp8: true },
@@ -63,7 +63,7 @@ impl Common {
         }
     }
 
-    /// The length of a shard is a multiple of this number of elements.
+    /// Each rank's shard of a piece has a multiple of this number of elements.
     fn multiple_of_shards(self) -> usize {
         if self.fp8 { FP8_PART } else { ALIGNMENT }
     }
@@ -72,19 +72,18 @@ impl Common {
 /// Where each parameter of a model is in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// By parameter name: the index of its [`ParameterSpec`], and the index of its first element in the elements of all
+    /// By parameter name: the index of its [`ParameterSpec`], and the index of its first element, counted over all
     /// pieces.
     pub(super) places: HashMap<String, (usize, usize)>,
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
-    /// Ranges of gradients that are zeroed before a backward because no matmul overwrites them. A piece that contains
-    /// only such gradients is one range.
+    /// Ranges of gradients that are zeroed before a backward because no matmul overwrites them.
     pub(super) cleared: Vec<Range<usize>>,
 }
 
 impl Layout {
-    /// The layout for the ranks of a mesh. With `matrices_apart`, no piece contains both hidden matrices
-    /// and other parameters.
+    /// Lays out the parameters of a model for the ranks of a mesh. With `matrices_apart`, no piece contains both hidden
+    /// matrices and other parameters.
     pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh, matrices_apart: bool) -> Self {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }
@@ -149,10 +148,10 @@ impl Layout {
         order
     }
 
-    /// The element range of each matrix of a piece, ascending. Matrices that one matmul reads count as one.
+    /// The element range of each matrix within its piece, ascending. Matrices that one matmul reads count as one.
     pub(super) fn matmuls(&self, specs: &[ParameterSpec], piece: &Piece) -> Vec<Range<usize>> {
         let mut all: Vec<Range<usize>> = Vec::new();
-        // In `specs`, a parameter with `follows` comes directly after the parameter that it follows in memory.
+        // A parameter with `follows` extends the range of the parameter before it in `specs`.
         for spec in specs {
             let at = self.places[&spec.name].1;
             if !piece.range.contains(&at) {

@@ -13,13 +13,13 @@ pub enum LinearPrecision {
     Fp8(Fp8Linear, Scaling),
 }
 
-/// The source of the scale of an FP8 matrix. The scale of a weight is always computed from the weight's own largest
-/// value.
+/// The source of the scale of an FP8 matrix that is not a weight. The scale of a weight is always computed from the
+/// weight's own largest absolute value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scaling {
     /// The matrix's own largest value, which needs a second pass over memory.
     Current,
-    /// The largest values that the matrix had in earlier steps, times a margin.
+    /// A running maximum of the matrix's largest absolute values in earlier steps, times a margin.
     Delayed,
 }
 
@@ -32,7 +32,7 @@ impl LinearPrecision {
         }
     }
 
-    /// Whether the matmuls have fewer bits than the compute type.
+    /// Whether the operands of the matmuls have fewer bits than the compute type.
     pub fn is_low(self) -> bool {
         match self {
             Self::Compute => false,
@@ -40,8 +40,7 @@ impl LinearPrecision {
         }
     }
 
-    /// Bytes per element of an operand that is kept for the backward, if the model computes in elements of `element`
-    /// bytes.
+    /// Bytes per element of an operand that is kept for the backward. `element`: bytes per element of the compute type.
     pub fn kept_bytes(self, element: u64) -> u64 {
         match self {
             Self::Compute => element,
@@ -92,7 +91,7 @@ impl LinearPrecision {
     }
 }
 
-/// The role of an operand in its transformer layer.
+/// The inputs of the linear layers in a transformer layer, and the gradients of their outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperandRole {
     /// Input of the query, key and value projections.

@@ -26,14 +26,13 @@ pub struct Reduction<'a> {
     order: Vec<usize>,
     sent: usize,
     coming: Option<PendingTransfer>,
-    /// By piece: the sum of squares of the summed gradients in this rank's shard.
+    /// For each piece, the sum of squares of the gradients in this rank's shard, after summation over all ranks.
     squares: Vec<Option<Tensor>>,
 }
 
 impl<'a> Reduction<'a> {
     /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller calls
-    /// [`Reduction::send_after`] for each layer. Otherwise [`Reduction::finish`] sends all pieces. Pieces without
-    /// weight decay are small and are sent last, because no transfer overlaps with the summation of the last piece.
+    /// [`Reduction::send_after`] for each layer. Otherwise [`Reduction::finish`] sends all pieces.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let during_backward = ranks.mesh().during_backward;
         let pieces = 0..parameters.layout.pieces.len();
@@ -58,8 +57,8 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// Called when all gradients are complete: sends the remaining pieces and sums them over the ranks. Returns the sum
-    /// of squares of the gradients in this rank's shards, an f64 scalar.
+    /// Called when all gradients are complete: sends the gradients of the remaining pieces and sums them over ranks.
+    /// Returns the sum of squares of the gradients in this rank's shards, an f64 scalar.
     ///
     /// # Errors
     /// When the model was not made for training, a matrix received no gradient, or another rank cannot be reached.
@@ -93,7 +92,7 @@ impl<'a> Reduction<'a> {
             _ => (gradients.narrow(0, 0, 0)?, Transfer::NONE),
         };
         self.sent += 1;
-        // Sum the previous piece now: the next send overwrites the receive buffer of that piece.
+        // Sum the previous piece now: the next call of `send` reuses that piece's receive buffer.
         let before = self.coming.replace(PendingTransfer { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }
@@ -110,8 +109,8 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// Sums this rank's shard of a piece's gradients over the nodes. Each node has one rank with this shard: each of
-    /// these ranks sums one part of it, and an all-gather then gives them all parts.
+    /// Sums this rank's shard of a piece's gradients over the nodes. Each node has one rank with this shard. Each of
+    /// these ranks sums one part of the shard, and an all-gather then distributes the sums.
     fn add_nodes(&self, own: &Tensor) -> Result<()> {
         let replicas = self.ranks.replicas();
         let (node, Some([_, _, room])) = (replicas.rank(), &self.parameters.received) else { return Ok(()) };

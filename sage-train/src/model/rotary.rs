@@ -33,8 +33,8 @@ impl Rotary {
         self.cos.dims()[0]
     }
 
-    /// The tables for sequences of `len` tokens from `position` on. Angles do not restart at a document's first token,
-    /// because attention depends only on position differences.
+    /// The tables for sequences of `len` tokens from `position` on. The angles need not restart at the first token of
+    /// each document, because attention depends only on position differences.
     pub(super) fn narrow(
         &self,
         position: usize,
@@ -54,8 +54,8 @@ impl Rotary {
         }
     }
 
-    /// Returns the gradients of query and key, concatenated along the heads. Adds the gradients of the norms' weights
-    /// to their accumulated gradients.
+    /// Returns the gradients of query and key, concatenated along the heads. Accumulates the gradients of the norms'
+    /// weights.
     pub(super) fn backward(
         &self,
         x: [&Tensor; 2],

@@ -18,7 +18,7 @@ pub struct Selected {
     pub sparsity: f64,
     /// The mean weight of exact attention in the mixture of exact attention and tail; 1 without a tail.
     pub exact_weight: f64,
-    /// Of dense attention's probability mass on past blocks: the fraction on selected blocks.
+    /// Dense attention's probability mass on the selected past blocks, divided by its mass on all past blocks.
     pub mass_caught: f64,
     /// The largest number of query blocks that select one key block, divided by the mean number over all key blocks.
     pub users_ratio: f64,
@@ -54,9 +54,9 @@ fn users_ratio(selection: &Selection) -> Result<f64> {
     Ok(users.into_iter().max().unwrap_or(0) as f64 / mean.max(1.0))
 }
 
-/// In the router stage, the gradients of the router and `theta` are multiplied by this factor, so that they hardly
-/// change the norm of the whole model's gradient, by which it is clipped. AdamW's updates do not depend on the scale of
-/// a gradient.
+/// Factor of the gradients of the router and `theta` in `Stage::Router`. It is small, so that these gradients hardly
+/// affect the clipping of the whole model's gradient by its norm. AdamW's updates do not depend on the scale of a
+/// gradient.
 const TEACHING: f64 = 0.01;
 
 #[derive(Debug, Clone)]
@@ -123,7 +123,8 @@ impl Sla2Layer {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[1], ulysses.own()[1]))
     }
 
-    /// Adds `gradient` to the accumulated gradient of a weight, or to this rank's slice of the accumulated gradient.
+    /// Adds `gradient` to the accumulated gradient of `weight`. If `own` (the first head and the number of heads) is
+    /// given, `gradient` covers only these heads.
     fn add(weight: &Weight, own: Option<(usize, usize)>, gradient: &Tensor) -> Result<()> {
         match own {
             None => ops::add_into(weight.gradient()?, gradient),
@@ -131,8 +132,8 @@ impl Sla2Layer {
         }
     }
 
-    /// The number of ranks that share a sequence. `train_router` multiplies its gradients by this number: gradients are
-    /// averaged over the ranks, but only one rank computes the gradients of a head.
+    /// The number of ranks that share a sequence. `train_router` multiplies the gradients of `router` and `theta` by
+    /// this number: only one of these ranks computes a head's gradients, but gradients are averaged over all ranks.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }
@@ -192,8 +193,7 @@ impl Sla2Layer {
         }
     }
 
-    /// Whether tokens can be computed with a cache of the tokens before them. `following` is the scheme of the forward
-    /// with the cache; `None` means the layer's scheme.
+    /// Whether [`Self::forward_cached`] can run in the scheme `following`. `None` means the layer's scheme.
     pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
         let scheme = following.unwrap_or(self.scheme);
         self.config.choice != Choice::Window && scheme == Scheme::Unquantized
@@ -255,8 +255,8 @@ impl Sla2Layer {
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
             let [entropy, mass] = self.op(documents).router_loss_sums(&router, q, k)?;
-            // Each rank divides its `entropy` by the sum of `mass` over the ranks that share the sequence, each
-            // with some of the heads. Then these ranks' losses add up to the loss over all heads.
+            // Each rank that shares the sequence has some of the heads. It divides its `entropy` by the sum of these
+            // ranks' `mass`, so that their losses add up to the loss over all heads.
             let mass = self.ulysses.as_ref().map_or(Ok(mass.clone()), |ulysses| ulysses.sum(&mass))?;
             let gradients = ((entropy / mass)? * (TEACHING * self.ranks()))?.backward()?;
             for (weight, var) in [query, key].into_iter().zip(&vars) {
@@ -267,8 +267,8 @@ impl Sla2Layer {
         }
         let Some(theta) = &self.theta else { return Ok(()) };
         let (blended, vjp) = self.vjp([q, k, v], documents)?;
-        // `theta` is trained with the squared difference of `blended` and `out`, averaged over tokens and summed over
-        // heads and channels.
+        // `theta`'s loss is the squared difference of `blended` and `out`, averaged over tokens and summed over heads
+        // and channels.
         let factor = TEACHING * self.ranks() * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
         let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
         Self::add(theta, self.queries(), &dtheta)

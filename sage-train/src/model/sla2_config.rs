@@ -11,7 +11,7 @@ pub enum Choice {
     Learned,
     /// By an untrained router: dot products of block means.
     Identity,
-    /// The nearest blocks, and the first block of the sequence.
+    /// The blocks nearest to the query block, and the first block of the sequence.
     Window,
 }
 

@@ -14,21 +14,22 @@ use super::spec::ParameterSpec;
 use super::training::Moments;
 use crate::hex;
 
-/// For the name of each parameter of which a file contains only a part: the part's offset in the parameter, and its
-/// length, in elements.
+/// The parameters of which a file contains only a range of elements. For each name: the range's offset in the parameter
+/// and the range's length.
 pub type Parts = BTreeMap<String, [u64; 2]>;
 
-/// A copy of all parameters, or of the shards that a rank writes: weights and, if requested, moments.
+/// A copy of all weights, or of the weights and moments that one rank writes to a checkpoint.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
     /// The names of the moments. A moment's name is the prefix that a checkpoint puts before a parameter's name.
     pub(super) moments: Moments,
-    /// For each copied range of the parameters' elements: its start in the layout, and a tensor of shape (rows,
-    /// elements). The first row contains the weights, the next rows the values of the `moments`.
+    /// For each copied range of the parameters' elements: the index of its first element in `layout`, and a tensor of
+    /// shape (rows, elements). The first row contains the weights, the next rows the values of the `moments`.
     pub(super) held: Vec<(usize, Tensor)>,
-    /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
+    /// The optimizer's statistics of hidden matrices (one number for each row), by their tensor's name in a checkpoint.
+    /// Only rank 0 writes them, because all ranks have the same statistics.
     pub(super) rows: Vec<(String, Tensor)>,
     /// The scale and the running maximum of each FP8 operand with delayed scaling.
     pub(crate) scales: Vec<[f32; 2]>,
@@ -75,7 +76,7 @@ impl Snapshot {
         // safetensors creates files that only their owner can access. So after writing, the file gets the permissions
         // of an ordinary new file.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
-        // Only files of weights contain a hash: the hash of a checkpoint's state is in `checkpoint.json`.
+        // Only files without moments contain a hash. The hash of a file with moments is in `checkpoint.json`.
         let weights = self.held.iter().all(|(_, held)| held.dims()[0] == 1);
         let about = weights.then(|| {
             let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));

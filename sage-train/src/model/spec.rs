@@ -4,7 +4,7 @@
 /// Name of the embedding, which may also be the output matrix.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Name of an output matrix that is not the embedding.
+/// Name of the output matrix in a model with untied embeddings.
 pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// The name, shape and initialization of a parameter.
@@ -18,10 +18,9 @@ pub struct ParameterSpec {
     pub dims: Vec<usize>,
     /// Initialization.
     pub start: Start,
-    /// Whether memory contains the parameter directly after the previous parameter of the list of specs, so that one
-    /// matmul reads both.
+    /// Whether the parameter is stored directly after the parameter before it in the list of specs, without a gap.
     pub follows: bool,
-    /// Whether training reads the parameter only in FP8.
+    /// Whether the forward and backward of training use the parameter only in FP8.
     pub fp8: bool,
 }
 
@@ -30,7 +29,7 @@ pub struct ParameterSpec {
 pub enum Kind {
     /// The embedding, which may also be the output matrix.
     Embedding,
-    /// An output matrix that is not the embedding.
+    /// The output matrix, if it is not the embedding.
     Output,
     /// The matrix of a linear layer.
     Matrix,
@@ -44,8 +43,7 @@ pub enum Kind {
     Sinks,
     /// A router of SLA2: a matrix for each head.
     Router,
-    /// `theta` of SLA2: for each query head, a number that determines the weights of exact attention and of the tail in
-    /// the output.
+    /// `theta` of SLA2: a number for each query head. It determines how exact attention and the tail are mixed.
     Theta,
 }
 
@@ -66,9 +64,9 @@ impl Kind {
         }
     }
 
-    /// Whether the gradient need not be cleared, because the first matmul that computes it overwrites the old value.
-    /// The loss head adds to the gradient of the output matrix, and the embedding lookup adds to the gradient of the
-    /// embedding.
+    /// Whether the first write of the gradient in a step overwrites the old gradient, which therefore need not be
+    /// cleared. The loss head adds to the gradient of the output matrix, and the embedding lookup adds to the gradient
+    /// of the embedding.
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) | Self::Bias => true,
@@ -126,7 +124,7 @@ impl ParameterSpec {
         }
     }
 
-    /// The initial values of a parameter that only models with SLA2 have; `None` for other parameters.
+    /// This parameter's initial values, if only models with SLA2 have the parameter; else `None`.
     pub fn start_in_sla2(&self) -> Option<Vec<f32>> {
         self.fixed_start().filter(|_| self.kind.is_of_sla2())
     }

@@ -1,4 +1,4 @@
-//! Reads weights from safetensors files of any float type, and weights and moments from the files of a checkpoint.
+//! Reads the weights in a safetensors file, and the weights and moments in a checkpoint.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -26,7 +26,7 @@ const FLOATS: &str =
 pub struct StateFile {
     path: PathBuf,
     tensors: HashMap<String, Tensor>,
-    /// Tensors of types that candle does not support, and their types. They are errors only if they are needed.
+    /// The names and types of the tensors that candle cannot load. Only reading such a tensor is an error.
     others: HashMap<String, String>,
 }
 
@@ -191,7 +191,8 @@ impl State {
     /// The weights of a parameter.
     ///
     /// # Errors
-    /// When elements are missing or occur twice, or a tensor has another shape or type.
+    /// When elements of the parameter are missing or occur twice in the checkpoint, or a stored tensor does not have
+    /// the expected shape and type.
     pub fn weights(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         self.values(spec, "", 0..spec.len() as usize)
     }
@@ -225,14 +226,14 @@ impl State {
         self.values(&spec, "", 0..rows)
     }
 
-    /// The elements `range` of a parameter, stored under its name with `prefix` before it.
+    /// The elements `range` of a stored tensor, whose name is `prefix` followed by the parameter's name.
     fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         let mut filled = Vec::new();
         for part in &self.0 {
             filled.extend(part.fill(spec, prefix, &range, &mut values)?);
         }
-        // Each element must occur exactly once: two files with the same half are not a complete parameter.
+        // Each element must occur exactly once: two copies of one half of a parameter are not the whole parameter.
         filled.sort_by_key(|here| here.start);
         let whole = filled.iter().try_fold(range.start, |at, here| (here.start == at).then_some(here.end));
         if whole == Some(range.end) {
@@ -273,8 +274,8 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Copies elements of the parameter into `values`: those in `range`, as far as this file contains them. Returns the
-    /// range of the copied elements.
+    /// Of the parameter's elements in `range`, copies those that this file contains into `values`. Returns their range
+    /// in the parameter.
     fn fill(
         &self,
         spec: &ParameterSpec,

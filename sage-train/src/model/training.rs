@@ -6,7 +6,7 @@ use candle_sage::ops::MuonMatrix;
 use super::spec::Kind;
 use crate::ranks::{Group, Ranks};
 
-/// The ranks that train parameters, and the optimizer's state.
+/// How a model is trained: by which ranks, and with which optimizer state.
 #[derive(Debug, Clone, Copy)]
 pub struct Training<'a> {
     /// The ranks that train the model.
@@ -15,8 +15,8 @@ pub struct Training<'a> {
     pub moments: Moments,
 }
 
-/// The names of the tensors that an optimizer keeps in addition to the weights. A name is the prefix that a checkpoint
-/// puts before a parameter's name, and ends with `/`.
+/// The names of the tensors that an optimizer keeps in addition to the weights. Such a name ends with `/`; in a
+/// checkpoint, the parameter's name follows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moments {
     /// For hidden matrices.
@@ -25,8 +25,8 @@ pub struct Moments {
     pub others: &'static [&'static str],
     /// Name of the row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
     pub rows: Option<&'static str>,
-    /// Whether the update of an element of a hidden matrix depends on the whole matrix. If so, a piece of parameter
-    /// memory contains either only hidden matrices or only other parameters.
+    /// Whether the update of an element of a hidden matrix depends on the whole matrix. If so, no piece contains both
+    /// hidden matrices and other parameters.
     pub whole_matrices: bool,
 }
 
@@ -51,11 +51,11 @@ pub struct Shard<'a> {
     pub state: &'a Tensor,
     /// f32 of shape (parameters): the gradients, summed over the step's micro-batches and the ranks.
     pub gradient: &'a Tensor,
-    /// The shard's weights in the compute type, if the model reads such a copy.
+    /// The bf16 or f16 copy of the shard's weights, if the model reads one.
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices of the shard's piece of parameter memory. `None` unless [`Moments::whole_matrices`] is set and this
+    /// All matrices of the piece that contains the shard. `None` unless [`Moments::whole_matrices`] is set and the
     /// piece contains only hidden matrices.
     pub matrices: Option<Matrices<'a>>,
 }
@@ -63,13 +63,13 @@ pub struct Shard<'a> {
 /// The matrices of a piece that contains only matrices of hidden layers, which Muon updates.
 #[derive(Debug)]
 pub struct Matrices<'a> {
-    /// The optimizer's statistics: one f32 number for each row of each matrix, in the order of `all`. Every rank has
-    /// all of them.
+    /// For each row of each matrix, in the order of `all`: a running mean square of Muon's update direction, in f32.
+    /// Every rank has all rows.
     pub rows: Option<&'a Tensor>,
-    /// Each matrix's shape and its position in the piece of memory. For query, key and value projections: the number of
+    /// The shape of each matrix and its position in the piece, and, for query, key and value projections, the number of
     /// rows of a head. Matrices with the same shape and head size are adjacent.
     pub all: Vec<(MuonMatrix, Option<usize>)>,
-    /// Number of elements of the whole piece of memory. Each rank's shard is an equal part of it.
+    /// Number of elements of the whole piece of parameter memory. Each rank's shard is an equal part of the piece.
     pub elements: usize,
     /// The ranks that own shards of this piece of parameter memory.
     pub ranks: &'a Group,

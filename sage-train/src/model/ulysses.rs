@@ -15,7 +15,7 @@ pub(super) struct Ulysses {
     heads: [usize; 2],
 }
 
-/// A kind of attention heads. A tensor can concatenate the heads of queries, keys and values.
+/// A kind of attention heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Heads {
     /// Heads of queries, or of outputs.
@@ -51,7 +51,7 @@ impl Ulysses {
         self.heads.map(|heads| self.group.rank().index * heads / self.ranks())
     }
 
-    /// The sum of a scalar over all ranks, equal on every rank.
+    /// The sum of a scalar over all ranks. Every rank gets the same sum.
     pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros(self.ranks(), x.dtype(), x.device())?;
         let transfer = self.group.gather(&x.reshape(1)?, &all)?;
@@ -94,8 +94,8 @@ impl Ulysses {
                 |n| Ok([to_send.get(rank * batch + n)?, out.get(n)?.narrow(0, rank * tokens, tokens)?]);
             (0..batch).map(sequence).collect()
         })?;
-        // During the transfer, this rank copies the heads and tokens that it keeps to `out`. Even if the copy fails,
-        // the tensors must live until the transfer ends.
+        // Copies this rank's own part from `x` to `out` during the transfer. An error of this copy is returned only
+        // after the transfer, which uses `to_send` and `out`.
         let own = out.narrow(1, me * tokens, tokens).and_then(|own| gather(me, &own));
         self.group.wait(transfer)?;
         own.map(|()| out)

@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        // Query n counts n - 0.5 keys for n = 1 to 4, and each later query counts 4 keys.
+        // In the approximation, query n sees n - 0.5 keys for n = 1 to 4, and each later query sees 4 keys.
         assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
         assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }

@@ -14,7 +14,7 @@ use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 /// The settings of Muon for a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
-    /// AdamW's settings, for all parameters except hidden matrices. The clipping also applies to hidden matrices.
+    /// AdamW's settings, for all parameters except hidden matrices. Its `clip` also applies to hidden matrices.
     pub adamw: AdamWConfig,
     /// The learning-rate schedule of hidden matrices.
     pub learning_rate: LearningRate,

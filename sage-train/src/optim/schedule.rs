@@ -25,7 +25,7 @@ pub struct LearningRate {
 
 impl LearningRate {
     /// The schedule that table `[optimizer]` of the settings describes, for a run of `steps` steps. Without
-    /// `asked_warmup` the preset's warm-up is used, but at most a tenth of the steps.
+    /// `asked_warmup`, the warm-up is `s.warmup_steps`, but at most a tenth of the steps.
     ///
     /// # Errors
     /// When a setting is out of range.

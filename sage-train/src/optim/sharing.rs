@@ -1,7 +1,8 @@
 //! Assigns matrices to the ranks of a node for orthogonalization, and exchanges the data for it. A rank updates a shard
 //! of each piece of parameter memory, and a shard can end inside a matrix; but a matrix is orthogonalized as a whole.
 //! So each rank sends its parts of a matrix to the matrix's owner, and receives the orthogonal directions of these
-//! parts. Each of R ranks sends at most about 2/R of the piece's elements, and receives as many (BF16 on a GPU).
+//! parts. In both exchanges together, each of R ranks sends at most about 2/R of the piece's elements (in BF16 on a
+//! GPU), and receives as many.
 
 use std::ops::Range;
 
@@ -11,19 +12,21 @@ use candle_sage::ops::{MuonMatrix, MuonPart};
 use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
-/// One rank's work on a piece of parameter memory. The rank's tensor of update directions contains the matrices that
-/// the rank owns, then the parts of other matrices that are in the rank's shard.
+/// One rank's work on a piece of parameter memory. The rank has one tensor of update directions: first those of the
+/// matrices that it owns, then those of its shard's parts of other matrices.
 #[derive(Debug, PartialEq)]
 pub(super) struct WorkShare {
     /// Rows and columns of the rank's own matrices.
     pub(super) own: Vec<(usize, usize)>,
-    /// One part for each matrix that overlaps the rank's shard.
+    /// One part for each matrix, own or not, that overlaps the rank's shard.
     pub(super) parts: Vec<MuonPart>,
     pub(super) len: usize,
-    /// For each rank, the rows of the matrices that it owns. The rows of all matrices are numbered consecutively.
+    /// For each rank, the row numbers of the matrices that the rank owns. The rows of all matrices are numbered
+    /// consecutively.
     rows: Vec<Range<usize>>,
-    /// For each other rank M, two lists of ranges in the tensor of update directions: the parts of M's matrices that
-    /// are in this rank's shard, and the parts of this rank's matrices that are in M's shard.
+    /// For each other rank M, two lists of ranges in this rank's tensor of update directions. First list: matrices that
+    /// rank M orthogonalizes, as far as they overlap this rank's shard. Second list: matrices that this rank
+    /// orthogonalizes, as far as they overlap rank M's shard.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 
@@ -84,8 +87,8 @@ impl WorkShare {
         Self { own: own.iter().map(MuonMatrix::shape).collect(), parts, len, rows, with }
     }
 
-    /// Exchanges parts of update directions between ranks. Then `directions` contains all parts of the matrices that
-    /// this rank owns.
+    /// Sends this rank's parts of update directions to the ranks that own the matrices. After the transfer,
+    /// `directions` contains the whole update directions of the matrices that this rank owns.
     pub(super) fn collect(&self, directions: &Tensor, ranks: &Group) -> Result<Transfer> {
         ranks.send_receive(|member| {
             let [of_others, own] = &self.with[member];
@@ -94,8 +97,8 @@ impl WorkShare {
     }
 
     /// The inverse of [`WorkShare::collect`]: sends the directions back to the ranks that they came from. `rows`
-    /// contains the row statistics of all matrices. Each rank sends the rows of the matrices that it owns to all other
-    /// ranks.
+    /// contains the row statistics of all matrices. Each rank sends the statistics of the matrices that it owns to all
+    /// other ranks.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,
@@ -150,8 +153,8 @@ fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// All ranks together update each element of each matrix once, a rank sends what its peer expects, and each matrix
-    /// has one owner.
+    /// All ranks together update each element of each matrix once. For each pair of ranks, one sends as many elements
+    /// as the other receives. Each matrix is owned by one rank.
     #[test]
     fn ranks_share_all_matrices() {
         let mut at = 0;

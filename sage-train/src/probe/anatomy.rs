@@ -35,7 +35,7 @@ pub trait Anatomy: Sync {
     /// Names of the parts of a scheme that can be quantized separately, in the order of the computation.
     fn parts(&self) -> &'static [&'static str];
 
-    /// Computes all quantities. `low` determines which parts are quantized.
+    /// Computes attention, forward and backward. `low` determines which parts are quantized.
     ///
     /// # Errors
     /// When memory is short.
@@ -47,16 +47,17 @@ pub trait Anatomy: Sync {
     /// The tile lengths of Q and of K, in tokens. To find outliers, a token is compared with the tokens of its tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// For each NVFP4 operand, the fractions of its groups that NVFP4 cannot represent. Empty without such operands.
+    /// For each NVFP4 operand, its name and the fractions of its groups that are too small or too large for NVFP4.
+    /// Empty without such operands.
     fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)>;
 }
 
-/// Fractions of an operand's NVFP4 groups.
+/// Fractions of an operand's groups that are too small or too large for NVFP4.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct OutOfRange {
-    /// Groups that become zeros.
+    /// Fraction of groups that become zeros.
     pub vanished: f64,
-    /// Groups whose largest magnitude is above 2688, the largest NVFP4 value (6 times a scale of 448).
+    /// Fraction of groups whose largest magnitude is above 2688, the largest NVFP4 value (6 times a scale of 448).
     pub saturated: f64,
 }
 
@@ -175,7 +176,7 @@ pub(super) mod tests {
     pub(in crate::probe) fn inputs(tokens: usize, head_dim: usize, sigma: f64) -> Inputs {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let mut rows = |sigma: f64| -> Vec<f64> {
-            // The values are exact in f32, so that `candle_sage::Attention` computes with the same values.
+            // The values are rounded to f32, because `candle_sage::Attention` gets the same values as f32.
             let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
             (0..tokens * head_dim).map(|_| f64::from((sigma * sample()) as f32)).collect()
         };

@@ -1,4 +1,4 @@
-//! Attn-QAT with dense f64 matrices. No operand, one operand or all operands are rounded to NVFP4.
+//! Attn-QAT with dense f64 matrices. The caller chooses which operands are rounded to NVFP4: none, one, or all.
 
 use candle_sage::nvfp4::{Axis, E2M1_MAX, E4M3_MAX, GROUP, Packed, Scale, head_factor};
 use candle_sage::{AttnQat, PReference, ValueGroups, ValueScale};
@@ -109,8 +109,8 @@ impl Anatomy for AttnQatAnatomy {
         [q.clone(), less(k, &mean_if(self.settings.smoothing.of_keys(), k, *d))]
     }
 
-    /// Attn-QAT has no tiles: each quantization group of Q and K lies within one token. To find outliers, 16 tokens
-    /// count as a tile.
+    /// Attn-QAT has no tiles: each quantization group of Q and K lies within one token. Outlier tokens are found within
+    /// blocks of 16 tokens.
     fn tiles(&self) -> [usize; 2] {
         [GROUP; 2]
     }
@@ -186,7 +186,7 @@ fn values(packed: &Packed, rows: usize) -> Vec<f64> {
 /// The softmax of a square matrix of logits, by rows.
 struct SoftmaxRows {
     n: usize,
-    /// `2^(logit * log2(e) - reference)`, with the reference of the logit's row.
+    /// `2^(logit * log2(e) - reference)`, where `reference` is the row's element of `references`.
     relative: Vec<f64>,
     /// By row: the result of [`PReference::of`].
     references: Vec<f64>,
@@ -208,7 +208,7 @@ impl SoftmaxRows {
         Self { n, relative, references, sums }
     }
 
-    /// Like a softmax of the logits `s`, but with the references and sums of `self`. So the rows of the result need not
+    /// Like a softmax of the logits `s`, but with `self.references` and `self.sums`. So the rows of the result need not
     /// sum to 1.
     fn probabilities(&self, s: &[f64]) -> Vec<f64> {
         let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
@@ -217,8 +217,8 @@ impl SoftmaxRows {
         s.chunks(self.n).zip(self.references.iter().zip(&self.sums)).flat_map(row).collect()
     }
 
-    /// The unquantized values that the backward will quantize: each row of `p` times the row's sum in `sums` or, with
-    /// [`PReference::Literal`], `p`.
+    /// The matrix P that the backward quantizes: each row of `p`, multiplied by the row's element of `sums`. With
+    /// [`PReference::Literal`] it is `p` itself.
     fn recomputed(&self, p: &[f64], reference: PReference) -> Vec<f64> {
         let factors = self.factors(reference);
         p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(errors(Operand::Query), [true; 4]);
         assert_eq!(errors(Operand::Key), [true; 4]);
         assert_eq!(errors(Operand::Value), [true, true, true, false]);
-        // delta is computed from the high-precision output, which does not depend on the FP4 values of P.
+        // The gradients do not change: delta is computed from the high-precision output, for which P is not quantized.
         assert_eq!(errors(Operand::Probability), [true, false, false, false]);
         assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
     }

@@ -6,7 +6,8 @@
 //! for `i != j` the expectation of `g_i . g_j` is `|G|^2` and that of `e_i . e_j` is `|B|^2`, the squared bias. The
 //! rest of `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (for `g_i`: arXiv 1812.06162,
 //! appendix A). A binary tree over the micro-batches sums gradients and errors, and computes each sum's squared norm.
-//! All dot products of disjoint data are computed from these norms: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
+//! The dot products follow from these norms: for sums `a` and `b` over disjoint micro-batches,
+//! `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
 
 use std::ops::Range;
 use std::path::Path;
@@ -27,18 +28,19 @@ use super::low_bit;
 /// What to measure.
 #[derive(Debug, Clone)]
 pub struct Extent {
-    /// Schemes to compare with unquantized attention, one at a time in all layers. If empty, each layer has the model's
-    /// scheme, or SageBwd for a model with unquantized attention.
+    /// Schemes to compare with unquantized attention, one at a time in all layers. If empty: the scheme that each
+    /// layer of the model has, or SageBwd for a model with unquantized attention.
     pub schemes: Vec<Scheme>,
     /// Number of micro-batches, a power of two, at least twice [`BLOCKS`].
     pub micro_batches: usize,
 }
 
-/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, on the validation
-/// data that `settings` name, or else on the training data that would follow the model's last step.
+/// Measures the errors that low-bit attention causes in the gradients of a run, one of its checkpoints, or a model in
+/// Hugging Face's format. The data is the validation data that is set in `settings`. If none is set, it is the training
+/// data that would follow the model's last step.
 ///
 /// # Errors
-/// When the folder has no weights; when its data is missing, has changed or is too short; when the model has no dense
+/// When the folder has no weights; when the data is missing, has changed or is too short; when the model has no dense
 /// attention; when the number of micro-batches is not a power of two of at least 16; when memory is short.
 pub fn gradient_errors(
     folder: &Path,
@@ -131,7 +133,7 @@ fn with_scheme(model: &LlamaConfig, scheme: Scheme) -> LlamaConfig {
     LlamaConfig { scheme: Some(scheme), layer_schemes: Default::default(), ..model.clone() }
 }
 
-/// The models to compare, each with the names of its schemes.
+/// The models to compare with unquantized attention, each with the names of its schemes.
 fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(String, LlamaConfig)> {
     if !schemes.is_empty() {
         return schemes.iter().map(|scheme| (scheme.to_string(), with_scheme(model, *scheme))).collect();
@@ -154,7 +156,8 @@ fn gradient<'a>(model: &Llama, parameters: &'a Parameters, batch: &Batch) -> can
 /// The name of a parameter group, and the ranges of its parameters in the gradient.
 type Ranges = (String, Vec<Range<usize>>);
 
-/// Groups the parameters by part of the model: embedding and output matrix, each layer, and the last norm.
+/// Groups the parameters: one group for the embedding and the output matrix together, one for each layer, and one for
+/// the last norm.
 fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     let mut parts: Vec<Ranges> = Vec::new();
     for spec in parameters.specs() {
@@ -184,8 +187,7 @@ struct Node {
 /// The squared norms of the gradients and errors in a [`Node`], by scheme and parameter group.
 type Norms = Vec<Vec<Squares>>;
 
-/// A binary tree of sums of gradients, and of the gradients' errors. Only nodes that wait for their siblings are in
-/// memory, at most one node of each size.
+/// A binary tree of [`Node`]s. Only nodes that wait for their siblings are in memory, at most one for each `count`.
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
@@ -196,11 +198,11 @@ struct Tree {
     waiting: Vec<Node>,
     /// For 1, 2, 4, .. micro-batches: the number of nodes of this size, and the sum of these nodes' squared norms.
     levels: Vec<(usize, Norms)>,
-    /// For each block of micro-batches: the squared norms of its summed gradients and errors, and the sum of its
-    /// micro-batches' squared norms.
+    /// For each block of micro-batches: the squared norms of the block's [`Node`], and the value of `each` after the
+    /// block's last micro-batch.
     blocks: Vec<(Norms, Norms)>,
-    /// The squared norms of each micro-batch's gradient and of its errors, summed over the micro-batches of the current
-    /// block (one of [`BLOCKS`]).
+    /// The sum of the [`Norms`] of single micro-batches, over the micro-batches of the current block (one of
+    /// [`BLOCKS`]).
     each: Norms,
 }
 
@@ -308,7 +310,9 @@ mod tests {
     /// The estimated squared norms of the mean gradient and of the bias (the mean error) are within 3 standard errors
     /// of the known values. The dot product of two noise vectors of `d` elements with variance `s2` has the standard
     /// deviation `s2 sqrt(d)`. Averaged over the `n (n - 1) / 2` pairs of `n` vectors, it has the standard deviation
-    /// `s2 sqrt(2 d) / n`. Dot products of noise and the known vector `m` add `2 |m| sqrt(s2 / n)` to that deviation.
+    /// `s2 sqrt(2 d) / n`. Each vector is noise plus a known vector `m` (the mean gradient or the bias). In the same
+    /// average, the dot products of noise with `m` have the standard deviation `2 |m| sqrt(s2 / n)`. The test takes the
+    /// sum of both deviations as the standard error.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;
@@ -350,7 +354,7 @@ mod tests {
             // The relative standard error of the variance of n values is `sqrt(2 / n)`.
             assert!(apart.abs() < 3.0 * (2.0 / (D * sums.count) as f64).sqrt(), "{apart}");
         }
-        // In the mean of `count` gradients, the noise falls with `count`, and the bias stays.
+        // The mean over `count` gradients divides the variance of their errors by `count` and keeps the bias.
         for (count, squares) in &parts[0].curve {
             let expected = of_bias + D as f64 * error_noise.powi(2) / *count as f64;
             assert!(

@@ -20,7 +20,7 @@ use crate::{notify, on_device};
 
 use super::unquantized;
 
-/// The errors of a linear layer, relative to the exact matmul (L2).
+/// The relative L2 errors of a linear layer's FP8 matmuls.
 #[derive(Debug, Clone, Serialize)]
 pub struct LinearLayerErrors {
     /// The layer, from 0.
@@ -34,7 +34,7 @@ pub struct LinearLayerErrors {
 /// The errors of a model's linear layers.
 #[derive(Debug, Clone, Serialize)]
 pub struct LinearErrors {
-    /// The step of the weights, if it is known.
+    /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
     /// Number of validation sequences.
     pub sequences: usize,
@@ -52,7 +52,7 @@ pub struct LinearErrors {
 /// matrix is computed from its largest absolute value.
 ///
 /// # Errors
-/// When the folder has no weights, its data is missing or has changed, or a matmul has sizes that are not multiples of
+/// When the folder has no weights, the data is missing or has changed, or a matmul has sizes that are not multiples of
 /// 16.
 pub fn linear_errors(
     folder: &Path,

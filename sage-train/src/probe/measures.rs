@@ -1,4 +1,4 @@
-//! Distances to exact results, and the fraction of tokens that are outliers.
+//! Distances to exact results, and the fraction of tokens whose norm is an outlier.
 
 use crate::metrics::Distance;
 

@@ -8,7 +8,7 @@ use super::anatomy::{
     softmax,
 };
 
-/// A matmul of attention that SageBwd computes in INT8 or bf16. The variants are in the order of [`PARTS`].
+/// A matmul of SageBwd. The variants are in the order of [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Product {
     Scores,
@@ -27,8 +27,7 @@ const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", 
 pub(super) struct SageBwdAnatomy {
     /// Tiles, smoothing, granularity, and the matmuls that are in INT8.
     pub(super) settings: SageBwd,
-    /// Whether each token of Q and K has a separate scale, instead of a scale for each tile. In the matmuls for dQ and
-    /// dK, these scales are multiplied into dS.
+    /// Whether Q and K have a scale for each token, instead of a scale for each tile.
     pub(super) token_scales: bool,
 }
 
@@ -131,7 +130,8 @@ impl Operands {
     }
 }
 
-/// `(Q K^T + of_means) / sqrt(d)` with the result of [`Operands::of_means`]; minus infinity for masked keys.
+/// `(Q K^T + of_means) / sqrt(d)`, where `of_means` is the result of [`Operands::of_means`]. Masked keys get minus
+/// infinity.
 fn logits(q: &[f64], k: &[f64], of_means: &[f64], d: usize) -> candle_core::Result<Vec<f64>> {
     let (n, scale) = (q.len() / d, 1.0 / (d as f64).sqrt());
     let of_codes = product(q, k, (n, d, n), Order::Nt)?;
@@ -153,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. With `token_scales`, the tokens' scales of K and Q are multiplied into dS, because they vary
-    /// along the reduction of these matmuls.
+    /// dQ and dK from dS. With `token_scales`, Q and K have one scale per token. The matmuls for dQ and dK sum over
+    /// tokens, so these scales are multiplied into dS.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -252,7 +252,7 @@ fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
 }
 
-/// Divides each row of Q or K by its factor from [`scales`]. The caller multiplies dS by the factor.
+/// Divides each row of Q or K by its factor from [`scales`].
 fn bare(rows: &[f64], factors: &[f64], d: usize) -> Vec<f64> {
     rows.chunks(d)
         .zip(factors)
@@ -298,9 +298,9 @@ mod tests {
         SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
     }
 
-    /// The same number, computed in f32 and in f64, may round to two adjacent INT8 values, which differ by 1/127 of the
-    /// block's largest value. This happens to a few numbers in ten thousand, so the f64 results differ from those of
-    /// the f32 op by a small fraction of the quantization error.
+    /// The same number, computed in f32 and in f64, may round to two adjacent INT8 values. This happens to a few
+    /// numbers in ten thousand, so the f64 results differ from those of the f32 op by a small fraction of the
+    /// quantization error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [

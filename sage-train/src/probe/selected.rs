@@ -1,5 +1,5 @@
-//! Measures the errors of SLA2 (arXiv 2602.12675) on the heads of a model that was trained without SLA2. SLA2 combines
-//! attention to selected blocks with a tail; [`WAYS`] lists the measured combinations.
+//! Measures the errors of SLA2 (arXiv 2602.12675) on the heads of a model that was trained without SLA2. SLA2 attends
+//! exactly to selected blocks, and approximates the others. [`WAYS`] lists the measured selections and approximations.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ use crate::notify;
 use crate::settings::Settings;
 use crate::trained::Trained;
 
-/// Number of steps that train the router, and the learning rate, which decays to zero.
+/// Number of training steps of the router. Its learning rate decays from `ROUTER_LR` to zero.
 const ROUTER_STEPS: usize = 100;
 const ROUTER_LR: f64 = 3e-3;
 
@@ -30,7 +30,7 @@ pub enum Chosen {
     Best,
     /// By a router that was trained on other sequences.
     Learned,
-    /// By the untrained router: dot products of block means.
+    /// By an untrained router: it selects by dot products of the blocks' mean queries and mean keys.
     Identity,
     /// The blocks nearest to the query block, and the first block.
     Window,
@@ -48,7 +48,7 @@ pub enum Unselected {
     Mean,
     /// Softmax attention over the mean keys and mean values of the past blocks.
     Pooled,
-    /// These blocks are skipped.
+    /// The blocks that are not selected are skipped.
     Nothing,
 }
 
@@ -83,14 +83,14 @@ pub struct SelectionOptions {
 pub struct LayerResult {
     /// Index of the layer, from 0.
     pub layer: usize,
-    /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
+    /// Relative L2 errors of the output against dense attention, one for each element of [`WAYS`].
     pub errors: Vec<f64>,
     /// Dense attention's probability mass on selected past blocks, divided by its mass on all past blocks. One number
     /// for each kind of selection, in the order of [`Chosen`].
     pub mass: [f64; 4],
 }
 
-/// The measurements of block selections in a model's layers.
+/// The result of [`probe_selections`].
 #[derive(Debug, Clone, Serialize)]
 pub struct Selections {
     /// Tokens of a sequence.
@@ -105,8 +105,8 @@ pub struct Selections {
     pub layers: Vec<LayerResult>,
 }
 
-/// Measures the errors of attention to selected blocks, in the model in `folder`. `settings` override the settings of a
-/// run. If `folder` is not a run or checkpoint, `settings` must name the data.
+/// Measures the errors of attention to selected blocks against dense attention, in the model in `folder`. `settings`
+/// override that model's settings. If `folder` is not a run or checkpoint, `settings` must name the data.
 ///
 /// # Errors
 /// When the folder has no weights or data, or the context has fewer than two blocks.
@@ -158,8 +158,9 @@ impl Part {
         Ok(Self { inputs, out, shape })
     }
 
-    /// The probability mass of each query on each key block, (batch, token, query head, block): the output of attention
-    /// if a key's value is the one-hot code of its block. So one call of attention covers head_dim blocks.
+    /// Each query's attention probability, summed over each key block: (batch, token, query head, block). The sums are
+    /// the output of attention if each key's value vector is the one-hot code of the key's block. A value vector has
+    /// head_dim elements, so one call of attention covers head_dim blocks.
     fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, _] = &self.inputs;
         let (batch, tokens, key_heads, d) = k.dims4()?;
@@ -196,13 +197,13 @@ impl Part {
         })
     }
 
-    /// All approximations of the attention to blocks that are not selected. They use only the block size of
-    /// `selection`.
+    /// All approximations of the attention to blocks that are not selected. They do not depend on which blocks
+    /// `selection` selects.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Unselected, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // With zeros as queries and keys all features are equal, so the result is the mean of all values in past
-        // blocks.
+        // With queries and keys of zero, linear attention weights all tokens of past blocks equally, so the result is
+        // the mean of their values.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Unselected::Linear, linear.clone()),
@@ -233,8 +234,8 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // Queries of the first block see no past block. Their result later gets weight zero, so that any finite logits
-        // are allowed.
+        // Queries of the first block see no past block. Their logits can have any finite value, because their result
+        // later gets weight zero.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
@@ -257,7 +258,7 @@ impl Part {
     }
 }
 
-/// The selected blocks of some sequences, and attention to them.
+/// The selected blocks of some sequences, and the output of attention to only these blocks.
 struct SelectedBlocks {
     selection: Selection,
     out: Tensor,
@@ -271,7 +272,7 @@ impl SelectedBlocks {
     }
 }
 
-/// For each query head, the `theta` at which the blend of `picked.out` and `tail` is nearest to dense attention.
+/// For each query head, the `theta` that minimizes `distances`, or a constant if `rest` is `Constant` or `Nothing`.
 fn fit(
     part: &Part,
     picked: &SelectedBlocks,
@@ -352,7 +353,7 @@ fn of_layer(
     for (mass, (_, [_, held])) in mass.iter_mut().zip(&all) {
         *mass = op.mass_caught(&held.selection, q, k)?;
     }
-    // `tails` reads only the block size of a selection, which is the same for all selections.
+    // `tails` gives the same result for each selection, because all selections have the same block size.
     let (_, [of_seen, of_held]) = &all[0];
     let fitted_tails = seen.tails(&of_seen.selection, block)?;
     let tails = held.tails(&of_held.selection, block)?;
@@ -388,8 +389,8 @@ mod tests {
         Tensor::from_vec(values, dims, &Device::Cpu)
     }
 
-    /// If all past blocks are selected, the error is zero. With fewer blocks, `Chosen::Best` has the largest
-    /// probability mass, and `Unselected::Linear` has smaller errors than `Unselected::Nothing`.
+    /// If all past blocks are selected, the error is zero. If fewer are selected, those of `Chosen::Best` have the
+    /// largest probability mass, and `Unselected::Linear` has smaller errors than `Unselected::Nothing`.
     #[test]
     fn errors_are_of_the_unselected_blocks() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);

@@ -1,4 +1,4 @@
-//! The rendezvous of the ranks: until a rank exits, it keeps one TCP connection to rank 0. Over these connections ranks
+//! One TCP connection between rank 0 and each other rank, kept until the other rank exits. Over these connections ranks
 //! identify themselves, exchange text, and detect that a rank has died.
 
 mod joining;
@@ -28,17 +28,18 @@ const BEAT: Duration = Duration::from_secs(1);
 /// If a rank sends no heartbeat for this long, its machine has failed or its process is stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// How long a rank may go without progress before its first micro-batch: it makes the model, connects GPUs and loads
-/// kernels.
+/// How long a rank may go without progress before its first micro-batch, while it makes the model, connects GPUs and
+/// loads kernels.
 const FIRST: Duration = Duration::from_secs(600);
 
-/// Time limit for [`LastWord`], the report of a failure.
+/// How long the report of a failure ([`LastWord`]) may take.
 const LAST_WORD: Duration = Duration::from_secs(4);
 
 /// Largest number of ranks that a message lists.
 const NAMED: usize = 10;
 
-/// Exit code of a process that lost another rank: a restart may succeed (`EX_TEMPFAIL` of sysexits.h).
+/// Exit code if a process of the run has died or hangs: a restart of the run may succeed (`EX_TEMPFAIL` of
+/// sysexits.h).
 pub(super) const LOST: i32 = 75;
 
 /// A connection to another rank.
@@ -206,7 +207,7 @@ impl ControlConnection {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets this rank's activity, which may take hours if `aside` is true. Returns the previous values of both.
+    /// Sets this rank's activity, which may take hours if `aside` is true. Returns the previous activity and `aside`.
     pub(super) fn set_activity(&self, what: &str, aside: bool) -> (String, bool) {
         let mut progress = lock(&self.shared.progress);
         let before = (progress.doing.clone(), progress.aside);
@@ -324,8 +325,8 @@ impl Shared {
                 let seconds = lives[peer].heard.elapsed().as_secs();
                 return self.lose(peer, &format!("sent no heartbeat for {seconds} s"));
             }
-            // Ranks that wait for a stalled rank make no progress. The cause of the stall is therefore a rank at the
-            // earliest step.
+            // If one rank hangs, the others wait for it and make no progress. The rank that hangs is one of the
+            // ranks with the lowest step number.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
             let all = || lives.iter().chain([&own]).filter(|progress| !progress.left);
             if self.rank.is_first() && all().all(|progress| progress.is_stalled(limit)) {

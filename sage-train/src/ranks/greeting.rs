@@ -1,5 +1,5 @@
-//! The greeting that begins each connection between ranks. The listening side sends a challenge; the connecting side
-//! answers with a greeting, which proves that this side knows the run's secret.
+//! Challenge and greeting, the first messages of each connection between ranks. The listening side sends the challenge.
+//! The connecting side answers with the greeting, which proves that the connecting side knows the run's secret.
 
 use std::io::{Error, ErrorKind, Read, Result};
 use std::net::{TcpListener, TcpStream};
@@ -11,12 +11,11 @@ use super::secret::{Secret, random};
 /// Time limit for the greeting of a new connection.
 const HELLO_TIME: Duration = Duration::from_secs(5);
 
-/// Largest number of new connections that are kept, so that strangers cannot use up all file descriptors. A further
-/// connection replaces the oldest.
+/// Largest number of connections that wait for a greeting, so that strangers cannot use up all file descriptors. At the
+/// limit, a further connection replaces the oldest, once the oldest has waited for [`ANSWER_TIME`].
 const MOST_WAITING: usize = 256;
 
-/// A connection is replaced by a newer one only after this time, so that a rank has time to receive its challenge and
-/// answer.
+/// The time for which a connection cannot be replaced, so that a rank can receive the challenge and answer.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
@@ -140,7 +139,8 @@ impl UngreetedConnection {
 /// Answers the listening side's challenge, which must arrive within `patience`.
 ///
 /// # Errors
-/// When the connection is closed, silent, or leads to another program (`InvalidData`).
+/// When the connection is closed, or the challenge does not arrive in time. `InvalidData` when the message that arrives
+/// is not a challenge.
 pub(super) fn introduce(
     stream: &mut TcpStream,
     secret: &Secret,

@@ -47,9 +47,9 @@ impl Group {
         self.rank
     }
 
-    /// Zeros for data that [`Group::exchange`] and [`Group::gather`] transfer often. Copy engines transfer only tensors
-    /// whose memory this function has allocated. The memory may stay allocated until the process ends. All members must
-    /// call this with the same size.
+    /// A tensor of zeros: a buffer for frequent transfers by [`Group::exchange`] or [`Group::gather`]. Copy engines
+    /// transfer only tensors whose memory this function has allocated. The memory may stay allocated until the process
+    /// ends. All members must call this with the same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -60,7 +60,7 @@ impl Group {
         }
     }
 
-    /// A copy of vector `x` in the same kind of memory as [`Group::zeros`]; in a group of one rank `x` itself.
+    /// Copies vector `x` into a tensor from [`Group::zeros`]. In a group of one rank, returns `x` itself.
     ///
     /// # Errors
     /// When memory is short.
@@ -91,8 +91,8 @@ impl Group {
         })
     }
 
-    /// As [`Group::swap`], but `with` returns two lists for a member, which may differ in length: the tensors to send
-    /// to this member, and the buffers that receive its tensors, in the order in which it sends them.
+    /// As [`Group::swap`], but `with` returns two lists for a member: the tensors to send to the member, and buffers
+    /// for the tensors that the member sends, in the order of sending. The lists may differ in length.
     ///
     /// # Errors
     /// When another rank cannot be reached.

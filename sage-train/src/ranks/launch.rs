@@ -37,8 +37,9 @@ pub(super) struct Launch {
 }
 
 /// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0 if no rank fails, or
-/// the code of the first rank that fails because of an error. If ranks were only lost, the code is 128 plus the
-/// number of the signal that this process has received, or [`LOST`] if it has received no signal.
+/// the code of the first rank that fails because of an error. If ranks were lost (killed, or exited with [`LOST`]) and
+/// no rank had an error, the code is 128 plus the number of the signal that this process has received, or [`LOST`] if
+/// it has received no signal.
 ///
 /// # Errors
 /// When no process can be started.
@@ -79,8 +80,8 @@ fn round(ranks: usize) -> Result<i32> {
                 }
             }
         }
-        // A terminal signals its whole process group, other senders signal only this process. So the signal is always
-        // passed on. A rank that gets it twice in quick succession counts it once.
+        // A terminal signals its whole process group, other senders signal only this process. So this process always
+        // passes the signal on to the ranks. A rank that gets it twice in quick succession counts it once.
         let asked = if signals::several_received() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
@@ -102,7 +103,7 @@ fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or(LOST)
 }
 
-/// Passes the received signal on to a rank; `times` is 1, or 2 after several signals.
+/// Passes the received signal on to a rank. `times`: 1 if this process has received one signal, 2 if more.
 #[cfg(unix)]
 fn signal(child: &Child, times: usize) {
     use rustix::process::{Pid, Signal, kill_process};

@@ -24,7 +24,8 @@ impl Rank {
         self.index == 0
     }
 
-    /// This member's range, if the members divide `len` elements evenly. `len` is a multiple of the number of members.
+    /// This member's range of `len` elements, of which each member gets the same number. `len` must be a multiple of
+    /// the number of members.
     pub fn part_of(self, len: usize) -> Range<usize> {
         let part = len / self.of;
         self.index * part..(self.index + 1) * part
@@ -54,7 +55,7 @@ pub struct Mesh {
 /// transfer, which overlaps with nothing.
 pub const PIECE: usize = 170_000_000;
 
-/// As [`PIECE`], for transfers during a backward: 200 MB in f32, the gradients of a few layers.
+/// As [`PIECE`], for transfers during a backward: 200 MB in f32.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
 /// With fewer tokens per rank and step than this, copy engines transfer gradients during the backward, else after it.

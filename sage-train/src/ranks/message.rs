@@ -49,8 +49,7 @@ impl Hello {
 pub(super) enum Message {
     /// The first message from the listening side.
     Challenge {
-        /// Random digits. From these digits and the run's secret, the sender of the greeting computes its proof that it
-        /// knows the secret.
+        /// Random digits. From these digits and the run's secret, the connecting side computes [`Hello::proof`].
         nonce: String,
     },
     /// The greeting: the first message from the connecting side, and rank 0's answer to it.
@@ -67,7 +66,7 @@ pub(super) enum Message {
     Beat {
         /// The sender's current step, from 1; 0 before the first step.
         step: u64,
-        /// Number of the sender's progress reports: one for each batch of training or validation.
+        /// Number of batches that the sender has completed, in training and validation.
         ticks: u64,
         /// What the sender is doing, such as `step 3 of 300`.
         doing: String,
@@ -106,7 +105,8 @@ pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
     Ok((serde_json::to_string(&message)?, bytes))
 }
 
-/// Receives a message, with limits on length and time, from a sender that has not proven that it knows the secret.
+/// Receives a message from a sender that has not proven that it knows the run's secret. The message's length and the
+/// time until it has arrived are limited.
 ///
 /// # Errors
 /// As [`receive`], and when the message does not arrive in time.

@@ -1,5 +1,5 @@
-//! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
-//! available. The transport only moves data; it never sums over ranks.
+//! The transport for ranks on GPUs. It uses NCCL's sends and receives, and optionally NCCL collectives that run on the
+//! GPUs' copy engines. The transport only moves data; it never sums over ranks.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines without
 //! NCCL. Transfers run on a separate stream, of high priority. A transfer starts after the work that candle's stream
@@ -149,8 +149,8 @@ impl Nccl {
         Ok(self.functions.check(what, code)?)
     }
 
-    /// Launches a collective of the copy engines on two tensors, if `self.engines` is set and both tensors are in
-    /// memory from `Engines::allocate`, which registers memory with NCCL. All ranks register the same tensors, so
+    /// Launches a collective that the GPUs' copy engines perform. Returns `None` and launches nothing if `self.engines`
+    /// is `None`, or if the memory of a tensor is not registered with NCCL. All ranks register the same tensors, so
     /// either all ranks launch the collective or no rank does.
     fn collective(
         &self,
@@ -181,14 +181,14 @@ impl Transport for Nccl {
 
     fn all_to_all(&self, from: &Tensor, into: &Tensor, of: usize) -> Result<Option<Transfer>> {
         self.collective([from, into], |engines, [(from, bytes), (into, _)], stream| {
-            // SAFETY: both tensors are registered, and the caller has checked their sizes and keeps them alive.
+            // SAFETY: both tensors are registered with NCCL; the caller has checked their sizes and keeps them alive.
             unsafe { engines.all_to_all(from, into, bytes / of, stream) }
         })
     }
 
     fn all_gather(&self, part: &Tensor, into: &Tensor) -> Result<Option<Transfer>> {
         self.collective([part, into], |engines, [(part, bytes), (into, _)], stream| {
-            // SAFETY: both tensors are registered, and the caller has checked their sizes and keeps them alive.
+            // SAFETY: both tensors are registered with NCCL; the caller has checked their sizes and keeps them alive.
             unsafe { engines.all_gather(part, into, bytes, stream) }
         })
     }

@@ -47,7 +47,7 @@ pub(super) struct Swap {
 /// [`ControlConnection`](super::control::ControlConnection) can report a rank that died and end the process.
 const WATCH: Duration = Duration::from_secs(8);
 
-/// Waits for [`WATCH`], then returns the error of a failed transfer.
+/// Returns the error of a failed transfer, after a delay of [`WATCH`].
 pub(super) fn wait_for_report(error: Error) -> Error {
     std::thread::sleep(WATCH);
     error
@@ -55,7 +55,7 @@ pub(super) fn wait_for_report(error: Error) -> Error {
 
 /// Transfers tensors between ranks that make the same calls in the same order. A transport does no arithmetic.
 pub(super) trait Transport: Debug {
-    /// Starts all exchanges together, after the work that the device has been given so far.
+    /// Starts a transfer that makes all the exchanges. It begins after all earlier work on the device's stream.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -75,8 +75,8 @@ pub(super) trait Transport: Debug {
         Tensor::zeros(len, dtype, device)
     }
 
-    /// All-to-all among the `of` ranks of this node. `None` unless the ranks have copy engines and both tensors were
-    /// made by [`Transport::zeros`].
+    /// All-to-all among the `of` ranks of this node. `None` unless [`Transport::has_engines`] is true and both tensors
+    /// were made by [`Transport::zeros`].
     ///
     /// # Errors
     /// When another rank cannot be reached.

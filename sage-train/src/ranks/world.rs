@@ -1,5 +1,4 @@
-//! Reads the rank of this process from environment variables of torchrun, Slurm or `--gpus`. The variables of two
-//! launchers are never mixed.
+//! Reads the rank of this process from the environment variables of one launcher: torchrun, Slurm or `--gpus`.
 
 use candle_sage::{Error, Result};
 
@@ -13,7 +12,7 @@ pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
 const NAMES: [&str; 6] =
     ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
-/// The variables that mark a process as a rank. A child process that is not a rank must not inherit them.
+/// The environment variables that mark a process as a rank. A child process that is not a rank must not inherit them.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED, SECRET])
 }
@@ -24,7 +23,7 @@ const GPUS: &str = "--gpus";
 /// Largest number of ranks of a run.
 const MOST: usize = 1 << 16;
 
-/// The position of a process among the ranks, and the address at which they connect.
+/// The position of a process among the ranks, and the address at which rank 0 listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
     /// The position of this rank among all ranks.

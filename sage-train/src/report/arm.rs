@@ -12,7 +12,7 @@ use crate::runs::{Run, Status};
 pub struct Arm {
     /// The settings that distinguish the arm from other arms, as text.
     pub label: String,
-    /// Index of the arm among all arms of the study. It selects the arm's colour and marker, which are equal in every
+    /// Index of the arm among all arms of the study. It selects the colour and the marker that the arm has in every
     /// [`Panel`](super::Panel).
     pub style: usize,
     /// The settings in which the runs of the study differ, with this arm's values.
@@ -21,18 +21,18 @@ pub struct Arm {
     pub runs: Vec<Run>,
     /// Mean of the final validation losses of the finished runs, over seeds.
     pub loss: Option<Mean>,
-    /// Difference of the final losses to the baseline's losses, in percent of the baseline's mean.
+    /// Difference of the final validation losses to the baseline's final validation losses.
     pub difference: Option<Difference>,
     /// Difference of the training losses to the baseline's training losses, over the last quarter of the steps. Set
     /// only if this arm and the baseline continue from the same weights on the same batches.
     pub training: Option<Difference>,
-    /// The slope of the training loss minus the baseline's slope, both fitted by least squares over all steps. The unit
-    /// is percent (of the baseline's loss) per million tokens. Set only if `training` is set.
+    /// The slope of this arm's training loss, minus the slope of the baseline's. Each slope is fitted by least squares
+    /// over all steps. The unit is percent (of the baseline's loss) per million tokens. Set only if `training` is set.
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone (a validation loss), over the runs that reach it.
     pub reached: Option<Mean>,
-    /// Largest number of tokens before the first validation, over the runs whose first validation already reaches the
-    /// milestone. These runs reached it after at most this number of tokens.
+    /// The runs that have already reached the milestone at their first validation needed at most this number of tokens.
+    /// `None` without such runs.
     pub reached_before: Option<f64>,
     /// How many more tokens than the baseline the arm needs to reach the milestone, in percent.
     pub later: Option<Difference>,
@@ -43,13 +43,13 @@ pub struct Arm {
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// The mean difference, in percent of the baseline's mean.
+    /// The mean difference of losses (or other numbers), arm minus baseline, in percent of the baseline's mean.
     pub mean: Mean,
     /// Whether `mean` is over pairs of runs with the same seeds.
     pub paired: bool,
-    /// Whether `mean` excludes runs, of this arm or the baseline, that diverged or failed.
+    /// Whether this arm or the baseline has runs that diverged or failed.
     pub of_survivors: bool,
-    /// The conclusion that the interval allows.
+    /// The conclusion from the intervals of `mean`.
     pub verdict: Verdict,
 }
 
@@ -88,7 +88,7 @@ impl Difference {
     pub(super) fn pairs(&self) -> String {
         match (self.paired, self.mean.count) {
             (true, 1) => String::new(),
-            // Verdicts from fewer than four pairs often change with the next seed.
+            // Verdicts from fewer than four pairs of runs often change with another seed.
             (true, pairs @ ..4) => format!(", only {pairs} pairs"),
             (true, pairs) => format!(", {pairs} pairs"),
             (false, _) => ", no pairs".into(),
@@ -143,7 +143,7 @@ impl Arm {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
 
-    /// [`Arm::growth`] against `baseline`, for runs that continue from the same weights over the same batches.
+    /// Computes [`Arm::growth`]. Both arms must continue from the same weights on the same batches.
     pub(super) fn growth_against(&self, baseline: &Arm) -> Option<Mean> {
         let loss = mean_over_seeds(&baseline.runs, &late_training_loss)?;
         Some(self.paired(baseline, &training_slope)?.scaled(100.0 / loss.value))
@@ -157,9 +157,9 @@ impl Arm {
         Mean::of(&pairs.collect::<Vec<_>>())
     }
 
-    /// The mean difference of `number` to the baseline, over pairs of runs with the same seeds and data. Without a
-    /// pair: this arm's mean minus the baseline's mean, with Welch's interval. The same if there is only one pair,
-    /// although this arm and the baseline have at least two seeds each.
+    /// The mean difference of `number` to the baseline, over pairs of runs with the same seeds and data. In two cases
+    /// it is this arm's mean minus the baseline's mean, with Welch's interval: without a pair, and with only one pair if
+    /// each of the two arms has at least two seeds.
     pub(super) fn against(
         &self,
         baseline: &Arm,

@@ -48,7 +48,7 @@ svg { width: 100%; height: auto; }
 pub struct Series {
     /// The label in the legend.
     pub label: String,
-    /// Index of colour and marker; curves with the same meaning share an index.
+    /// Index of colour and marker.
     pub style: usize,
     /// Points of the curve, with markers.
     pub points: Vec<(f64, f64)>,
@@ -268,7 +268,7 @@ fn finite(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
     points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite())
 }
 
-/// The parts of a curve with y from `low` to `high`. A segment that leaves this range ends at the edge of the range.
+/// The parts of a curve where y is between `low` and `high`. A segment that leaves this range ends at its edge.
 fn visible(points: &[(f64, f64)], (low, high): (f64, f64)) -> Vec<Vec<(f64, f64)>> {
     let mut lines: Vec<Vec<(f64, f64)>> = Vec::new();
     for pair in points.windows(2) {

@@ -25,7 +25,7 @@ const GROUPS: usize = 40;
 /// A chart with its title and caption.
 #[derive(Debug)]
 pub struct Figure {
-    /// The name of the chart's file, without the panel's label and the extension.
+    /// The start of the chart's file name, such as `losses`.
     pub name: &'static str,
     /// The title above the chart.
     pub title: &'static str,
@@ -161,8 +161,8 @@ fn losses(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
-/// Difference of the validation loss to the baseline's run with the same seeds and data, in percent of the baseline's
-/// loss. `None` without a baseline, or without such a run.
+/// A plot of each arm's validation loss minus the baseline's, in percent of the baseline's. Runs with the same seeds
+/// and data are compared. `None` without a baseline, or without such runs.
 fn differences(panel: &Panel) -> Result<Option<String>> {
     let (true, Some((baseline, others))) = (panel.has_baseline, panel.arms.split_first()) else {
         return Ok(None);
@@ -216,8 +216,8 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// A plot of the error of the model's gradient at the last probe of each run. `None` if no run was probed, or if no
-/// estimate of the gradient's squared norm is above zero.
+/// A plot of the error of the model's gradient under low-bit schemes, at the last probe of each run. `None` if no run
+/// has an error to plot.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
@@ -268,8 +268,8 @@ fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     run.probes.iter().filter_map(worst).collect()
 }
 
-/// The finished runs of an arm. If no run is finished: the runs that have not diverged or failed, or else all runs. A
-/// mean over runs of different lengths would jump where one run ends.
+/// The finished runs of an arm. If no run is finished: the runs that have not diverged or failed. Without such runs:
+/// all runs. A mean over runs of different lengths would jump where one run ends.
 fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
     let rank = |run: &Run| match run.status() {
         Some(Status::Finished) => 0,
@@ -284,7 +284,7 @@ fn matching_run<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
     whole(baseline).find(|other| seeds(other) == seeds(run) && same_data(other, run))
 }
 
-/// A curve for each seed. Runs with the same seed are repetitions, so their mean is one curve.
+/// A curve for each combination of seeds. Runs with the same seeds are repetitions: their curves are averaged.
 fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BTreeMap<u64, f64>> {
     let mut all: BTreeMap<[u64; 3], BTreeMap<u64, Vec<f64>>> = BTreeMap::new();
     for run in whole(arm) {
@@ -307,11 +307,11 @@ fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u6
     curve.iter().filter_map(difference).collect()
 }
 
-/// The mean of several curves, with its interval.
+/// The mean of several curves, with its 95 % confidence interval.
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
-    // Omits numbers of tokens at which some curves have ended: the mean over the others would jump there.
+    // Where some curves have ended, the mean over the remaining curves would jump. These points are omitted.
     let most = values.values().map(Vec::len).max().unwrap_or(0);
     let means: Vec<(f64, Mean)> = values
         .iter()
@@ -349,7 +349,7 @@ fn marked_points(run: &Run) -> Vec<(f64, f64)> {
     spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
-/// The range of the values of curves and bands after the first tokens (the fraction [`SETTLING`] of all tokens).
+/// The smallest and the largest y of curves and bands. The first [`SETTLING`] (a fraction) of the tokens is ignored.
 fn limits(series: &[Series]) -> Option<(f64, f64)> {
     let end = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).fold(0.0, f64::max);
     let values = series.iter().flat_map(|series| {

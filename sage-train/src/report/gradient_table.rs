@@ -13,17 +13,17 @@ struct Figures {
     gradient: f64,
     /// Tokens per step at which the gradient's noise is as large as the gradient.
     noise_tokens: f64,
-    /// `sqrt(V) / |G|`, where `V` is the variance of the gradient's error over micro-batches.
+    /// `sqrt(V) / |G|`. `V` is the variance, over micro-batches, of the scheme's gradient minus the exact gradient.
     error_noise: f64,
-    /// `|B|^2 / |G|^2`, where `B` is the bias, estimated from all pairs of micro-batches.
+    /// Estimate of `|B|^2 / |G|^2`, where `B` is the bias of the scheme's gradient.
     bias: f64,
     /// The half-width of the 95 % interval of `bias`, computed from several estimates, each from one block of
     /// micro-batches.
     half: Option<f64>,
-    /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
+    /// `B . G / |G|^2`: the component of the bias along the gradient.
     along: f64,
-    /// Tokens per step at which the bias is as large as the gradient's noise. The three values are for the estimate of
-    /// the bias, the upper limit of its interval, and the lower limit. `None` for a bias that is not above zero.
+    /// Tokens per step at which the bias is as large as the gradient's noise. Computed three times: from the estimate of
+    /// `|B|^2`, from the upper limit of its interval, and from the lower limit. `None` where this is not above zero.
     crossing: [Option<f64>; 3],
 }
 
@@ -55,8 +55,9 @@ impl Figures {
 }
 
 /// The cosine between the gradient errors of two groups of micro-batches, and the cosine between the groups' gradients.
-/// The groups are disjoint and have equal size. `one` has squared norms averaged over groups of this size, `two` over
-/// groups of twice this size. A cosine is thus the mean dot product divided by the mean squared norm.
+/// The groups are disjoint and have equal size. `one` is the [`Squares`] of a group's mean gradient, averaged over
+/// groups. `two` is the same for groups of twice the size. Each cosine is the mean dot product of two groups, divided
+/// by the mean squared norm of a group.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]
@@ -120,7 +121,8 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
     out
 }
 
-/// CSV. Each scheme and parameter group has a row for each number of tokens over which gradients are averaged.
+/// The errors of gradients as CSV: a row for each combination of scheme, parameter group, and number of tokens over
+/// which the gradient is averaged.
 pub fn gradient_csv(all: &[GradientErrors]) -> String {
     let mut out = String::from(
         "scheme,part,tokens,gradient,error,error_over_measured_gradient,error_noise,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens,bias_equals_noise_low,bias_equals_noise_high\n",
@@ -198,8 +200,7 @@ mod tests {
             let n = count as f64;
             // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29.
             let mean_squares = Squares { exact: 9.0, low: 10.29, error: 0.09 };
-            // The squared norms of one micro-batch: noise adds 16 to the `exact` and `low` of `mean_squares`, and 1 to
-            // its `error`.
+            // One micro-batch's noise adds 16 to the squares of `exact` and `low`, and 1 to those of `error`.
             let each = Squares { exact: 25.0, low: 26.29, error: 1.09 };
             let sum = |mean_squares: f64, each: f64| mean_squares * n * (n - 1.0) + each * n;
             Sums {
@@ -223,8 +224,6 @@ mod tests {
         near(figures.along, 0.6 / 9.0);
         // 16 * 100 / tokens = .09.
         near(figures.crossing[0].expect("a bias"), 1600.0 / 0.09);
-        // Four blocks have a squared bias of .05, and four of .13. The standard deviation is .04 sqrt(8 / 7). The
-        // interval of the mean has a half-width of 2.3646 standard errors (Student's t with seven degrees of freedom).
         let scattered = |by: f64| {
             let block = |n: usize| {
                 let mut sums = sums(8);
@@ -235,13 +234,16 @@ mod tests {
             let part = Part { blocks: (0..8).map(block).collect(), ..part.clone() };
             Figures::of(&part, 100)
         };
+        // In `scattered(0.04)`, the squared bias is .05 in four blocks and .13 in four others. Its standard deviation
+        // is .04 sqrt(8 / 7). The interval of its mean has a half-width of 2.3646 standard errors (Student's t with
+        // seven degrees of freedom).
         let half = 2.364_624 * 0.04 / 7f64.sqrt();
         let figures = scattered(0.04);
         assert!((figures.half.expect("an interval") * 9.0 / half - 1.0).abs() < 1e-6, "{:?}", figures.half);
         let [_, low, high] = figures.crossing.map(|tokens| tokens.expect("a bias"));
         assert!((low / (1600.0 / (0.09 + half)) - 1.0).abs() < 1e-6, "{low}");
         assert!((high / (1600.0 / (0.09 - half)) - 1.0).abs() < 1e-6, "{high}");
-        // `crossing[2]` is computed from the lower limit of the bias, which is below zero here.
+        // Here the interval of the squared bias has a lower limit below zero.
         assert_eq!(scattered(0.2).crossing[2], None);
         let [errors, gradients] = cosines(
             &Squares { exact: 25.0, low: 0.0, error: 1.09 },
@@ -251,8 +253,8 @@ mod tests {
         near(gradients, 9.0 / 25.0);
     }
 
-    /// If the estimate of `|G|^2` is below zero, the table has no ratios to the gradient. It still has the number of
-    /// tokens at which the bias equals the noise.
+    /// If the estimate of `|G|^2` is below zero, every column that needs it shows `-`. The column "bias = noise" still
+    /// has a number.
     #[test]
     fn a_gradient_that_noise_hides_has_no_shares() {
         let squares = |exact, error| Squares { exact, low: exact, error };

@@ -10,7 +10,7 @@ use crate::runs::Run;
 const DARKEST: f64 = 0.5;
 
 impl Study {
-    /// A table for each arm with a probed run: the errors that the last probe of the first such run measured.
+    /// A table for each arm with a probed run: the errors from the last probe of the arm's first probed run.
     pub(super) fn errors(&self) -> Markup {
         let arms = self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
         let probed: Vec<(String, &Run, &Probed)> = arms

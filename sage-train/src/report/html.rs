@@ -201,8 +201,7 @@ impl Study {
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
         let sizes = || arms().map(|(_, arm)| tokens(arm));
         let (least, most) = (sizes().min()?, sizes().max()?);
-        // `first` is a baseline if it is unquantized and has the same tokens per step as `arm`, as in SageBwd's paper,
-        // and also the same `qk_norm`.
+        // `first` is the baseline of `arm` if it is unquantized and has the same tokens per step and `qk_norm`.
         let of_row = |(first, arm): &(&Arm, &Arm)| {
             let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
             let (own, base) = (&own.config, &base.config);

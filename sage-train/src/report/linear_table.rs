@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::probe::linear::{LinearErrors, LinearLayerErrors};
 
-/// The matrices of a Llama's layer, in the order of the table's columns. Columns of other matrices follow.
+/// The matrices of a Llama's layer, in the order of the table's columns.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
 /// A row for each layer with the errors of Y, dX and dW of each matrix, and a row for the mean.

@@ -6,8 +6,8 @@ use super::table::csv_cell;
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::probe::SigmaRow;
 
-/// Cosine and relative L2 of each of [`QUANTITIES`] in layer 11, the worst of 20 layers, with QK-norm and 2.1M tokens
-/// per step: Table 2 of SageBwd (arXiv 2603.02170).
+/// Table 2 of the SageBwd paper (arXiv 2603.02170): for each of [`QUANTITIES`], the cosine with the exact value and
+/// the relative L2 error. Measured in layer 11, the least accurate of 20, with QK-norm and 2.1M tokens per step.
 const PAPER: [(f64, f64); 8] = [
     (0.9973, 0.0736),
     (0.9917, 0.1293),
@@ -19,8 +19,9 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, if measured, RMS, maxima and
-/// outliers of tensors, the NVFP4 groups with scale zero, and the error when only one matmul or operand is quantized.
+/// Tables by layer. The first has the cosine and relative L2 of each of [`QUANTITIES`], as in the SageBwd paper's
+/// Table 2. Others follow if measured: magnitudes of tensors, the fractions of NVFP4 groups that are out of range, and
+/// errors when only one matmul or operand is quantized.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =
@@ -102,7 +103,7 @@ fn sizes(rows: &[Row]) -> String {
            the median of their tile\n"
 }
 
-/// A table of the fraction of NVFP4 groups that are out of the format's range, with a column for each operand.
+/// A table of [`Row::vanished`] or [`Row::saturated`], with a column for each operand.
 fn out_of_range(rows: &[Row], of: fn(&Row) -> &Vec<(String, f64)>, caption: &str) -> String {
     let Some(first) = rows.iter().find(|row| !of(row).is_empty()) else { return String::new() };
     let mut out = format!("\n{:<7}", "layer");
@@ -139,7 +140,7 @@ fn products(rows: &[Row]) -> String {
     out + "\nin each row only one matmul or operand is quantized; share: of the sum of the squared errors\n"
 }
 
-/// Errors on random tensors, next to the SageBwd paper's Table 1.
+/// A table of attention's errors on random tensors, and of the errors in the SageBwd paper's Table 1.
 pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     let mut out = format!("{title}\n\n{:<7}", "sigma");
     RESULTS.iter().for_each(|name| out += &format!(" {:>16}", format!("{name} cos/rel L2")));
@@ -170,8 +171,8 @@ const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (10.0, [(0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)]),
 ];
 
-/// CSV with a line for each quantity of each [`Row`]. Errors fill the column `relative_l2`. If `codes_in` is `all`,
-/// they also fill `cosine`. Other quantities fill `value`.
+/// CSV with a line for each quantity of each [`Row`]. Errors fill the column `relative_l2` and, if it was measured,
+/// `cosine`. Other quantities fill `value`.
 pub fn probe_csv(probes: &[Probed]) -> String {
     let mut out = String::from(
         "scheme,step,context,sequences,qk_scale,token_scales,layer,head,codes_in,quantity,cosine,relative_l2,value\n",
@@ -179,7 +180,7 @@ pub fn probe_csv(probes: &[Probed]) -> String {
     for probed in probes {
         let Probed { scheme, context, sequences, qk_scale, token_scales, .. } = probed;
         let step = probed.step.map_or(String::new(), |step| step.to_string());
-        // The scheme is always in quotes, because existing scripts that read the CSV split lines at the closing quote.
+        // The scheme is always in quotes: existing scripts split the lines of the CSV at the closing quote.
         let scheme = csv_cell(scheme);
         let scheme = if scheme.starts_with('"') { scheme } else { format!("\"{scheme}\"") };
         for row in &probed.rows {

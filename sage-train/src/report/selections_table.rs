@@ -23,8 +23,7 @@ fn rest(rest: Unselected) -> &'static str {
     }
 }
 
-/// Two tables: the errors of the output, and the fraction of dense attention's probabilities that falls on the selected
-/// blocks. Each has a row for each layer and a row of means over layers.
+/// [`Selections`] as two tables, each with a row for each layer and a row of means over layers.
 pub fn selections_table(title: &str, found: &Selections) -> String {
     let mut out = format!("{title}\n\nrelative L2 of the output\n{:<7}", "blocks");
     WAYS.iter().for_each(|way| out += &format!(" {:>9}", chosen(way.0)));

@@ -70,7 +70,7 @@ impl Mean {
     /// The verdict on a mean difference, where a difference below `margin` does not matter.
     pub fn verdict(&self, margin: f64) -> Verdict {
         let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
-        // Two one-sided tests (TOST) at 5 % each: one for differences >= margin, one for <= -margin. Both must reject.
+        // `Matches` if two one-sided tests (TOST) at 5 % reject a difference >= margin and a difference <= -margin.
         let within = self.value.abs() + self.half_of_90();
         match () {
             () if within < margin => Verdict::Matches,
@@ -85,7 +85,7 @@ fn quantile(p: f64, freedom: f64) -> f64 {
     StudentsT::new(0.0, 1.0, freedom).map_or(f64::NAN, |t| t.inverse_cdf(p))
 }
 
-/// The conclusion that a difference and its interval allow.
+/// The conclusion about a mean difference, from its confidence intervals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Equivalent: the 90 % interval is within the margin.

@@ -11,7 +11,6 @@ use toml::Table;
 use super::arm::{Arm, late_training_loss, reached};
 use super::chart::short;
 use crate::config::{BRANCHED_FROM, Identity, as_text, differing, is_seed, of_attention};
-use crate::data::DataConfig;
 use crate::quantity::counted;
 use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
@@ -29,7 +28,7 @@ pub struct ReportOptions {
     /// Settings that identify the baseline arm; if empty, the baseline is the arm with unquantized attention, or else
     /// the first arm.
     pub baseline: Table,
-    /// The settings that distinguish arms; if empty, the settings of attention and [`ReportOptions::points`].
+    /// The settings that distinguish arms. If empty, `arm_keys` chooses them.
     pub by: Vec<String>,
     /// The settings in the `[[points]]` tables of a sweep's file.
     pub points: Vec<String>,
@@ -254,9 +253,9 @@ impl Panel {
         }
         let mut data: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
         for run in runs().filter(|run| !run.config.data.sources.is_empty()) {
-            let DataConfig { sources, val_sources, tokenizer, val_fraction, vocab_size, .. } =
-                &run.config.data;
-            let settings = format!("{sources:?} {val_sources:?} {tokenizer:?} {val_fraction} {vocab_size}");
+            let own = &run.config.data;
+            let tokenizer = (&own.tokenizer, own.vocab_size);
+            let settings = format!("{:?}", (&own.sources, &own.val_sources, own.val_fraction, tokenizer));
             data.entry(settings).or_default().extend(run.data_fingerprint());
         }
         if data.values().any(|fingerprints| fingerprints.len() > 1) {
@@ -269,7 +268,7 @@ impl Panel {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let runs = counted(count as u64, "run");
-                let pairs = "with a seed of the baseline had other data than the baseline: not paired";
+                let pairs = "with a seed of the baseline had other data, and cannot be paired with it";
                 warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }
@@ -284,8 +283,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // `whole` is larger than `panel` if it has all of the panel's settings, and additional ones. If a larger panel's
-    // additional settings are all meaningless for the panel's runs, the panel is merged into all larger panels.
+    // A panel is larger than `panel` if it has all settings of `panel`, and additional ones. If one larger panel's
+    // additional settings are all meaningless for the runs of `panel`, every larger panel gets these runs.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -348,8 +347,8 @@ fn is_same(a: &str, b: &str) -> bool {
 }
 
 /// Whether all runs start from the same weights of one earlier model, train for equally many steps, and have batches of
-/// the same shape. If so, runs with equal data seeds train on the same batches. Compares hashes of the weights, not
-/// paths, because the earlier model may have been trained further between the starts of two runs.
+/// the same shape. If so, runs with equal data seeds train on the same batches. Compares hashes of the weights: the
+/// earlier model may have been trained further between the starts of two runs.
 fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
@@ -415,7 +414,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
 }
 
-/// The label of an arm or panel that has no settings to show: the keys that only other arms or panels have.
+/// Replaces an empty label of an arm or panel: `KEY not set` for each key that only other arms or panels have.
 fn unset(of: &Values, all: &[Values]) -> String {
     let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
     let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));

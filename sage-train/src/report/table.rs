@@ -31,8 +31,8 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// The numbers of finished and other runs, for example `2 finished, 1 diverged`. If all runs finished: `3`, or
-    /// `4 runs of 2 seeds`.
+    /// The number of runs with each outcome, for example `2 finished, 1 diverged`. If all runs finished, only their
+    /// number, for example `3`. If several runs have the same seed, also the number of seeds: `4 runs of 2 seeds`.
     pub fn outcomes(&self) -> String {
         let finished = self.count(Status::Finished);
         let mut text = finished.to_string();

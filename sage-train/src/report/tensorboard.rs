@@ -92,7 +92,7 @@ impl EventFile {
         let file = open_own(&path, File::options().write(true).create(true).truncate(true))?;
         let mut events = Self { file, path };
         events.write(&event(now, 0, 3, b"brain.Event:2"))?;
-        // `SessionLog { status = START }` makes TensorBoard discard the events of earlier files from `first_step` on.
+        // `SessionLog { status = START }` makes TensorBoard discard, in earlier files, events of step >= `first_step`.
         events.write(&event(now, first_step, 7, &[1 << 3 | VARINT, 1]))?;
         Ok(events)
     }

@@ -4,14 +4,15 @@
 use crate::metrics::Point;
 use crate::runs::median;
 
-/// Number of steps in a block. The medians of blocks are compared, so that single spikes have no effect.
+/// Number of steps in a block. Each block is represented by the median of its training losses, so that single spikes
+/// have no effect.
 const WINDOW: usize = 16;
 
 /// A run has diverged if its training loss ends more than this many nats above its lowest training loss. The noise of
-/// the loss is smaller.
+/// the loss is below 1 nat.
 const RISE: f64 = 1.0;
 
-/// A run has diverged if its last validation loss is more than this many nats above its first loss and above
+/// A run has diverged if its last validation loss is more than this many nats above both its first training loss and
 /// ln(vocabulary), the loss of the uniform distribution. A new model's loss is a few hundredths of a nat above
 /// ln(vocabulary).
 const ABOVE_CHANCE: f64 = 0.1;

@@ -24,8 +24,8 @@ pub(crate) fn to_line<T: Serialize>(value: &T) -> String {
     format!("{open}{}{checksum:08x}{}", FIELD.0, FIELD.1)
 }
 
-/// The value of a line; `None` if the line does not match its checksum. A line of an earlier version, which has no
-/// checksum, is accepted.
+/// The value of a line; `None` if the line is damaged. Earlier versions of the program wrote lines without a checksum:
+/// these are accepted.
 fn parse<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     const LEN: usize = FIELD.0.len() + 8 + FIELD.1.len();
     let (open, field) = line.split_at(line.len().saturating_sub(LEN));
@@ -67,7 +67,7 @@ impl<T: DeserializeOwned> Lines<T> {
         Ok(Self { values, damaged: None })
     }
 
-    /// All values of the file at `path`. `hint` is the hint of the error about a damaged line.
+    /// All values. `path` and `hint` are for the error message.
     ///
     /// # Errors
     /// When a line is damaged.

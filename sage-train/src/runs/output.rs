@@ -42,7 +42,7 @@ pub fn check_output(path: &Path, ending: &str) -> Result<()> {
     }
     let folder = file.parent().unwrap_or(Path::new(""));
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    // Names of logs contain the number of the rank, and names of weights the number of the file.
+    // Names of logs and of weight files can contain numbers, so `OWN` does not list them.
     let own = OWN.contains(&name.as_str())
         || name.ends_with(".safetensors")
         || ["log.", "events."].iter().any(|start| name.starts_with(start));

@@ -111,8 +111,8 @@ impl Start {
         }
     }
 
-    /// A message if this start of the run computes sums, such as gradients, in another order than the run's earlier
-    /// start, `before`. The run continues with the same sequences, but its losses are not bit-identical to those of an
+    /// Returns a message if a resumed run now computes sums, such as gradients, in another order than after its earlier
+    /// start `before`. The run continues with the same sequences, but its losses are not bit-identical to those of an
     /// uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];

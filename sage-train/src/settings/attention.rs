@@ -39,8 +39,8 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: which of attention's matmuls are in INT8. `paper`: all except dP; `forward`: S = Q K^T and O = P V in
-    /// the forward; `scores`: S in forward and backward; `forward-and-s`: as `forward`, and S in the backward. On a CPU
-    /// also a list, such as `forward,s,dv`: `forward` or `scores`, then more matmuls of the backward (s, dv, dq, dk)
+    /// the forward; `scores`: S in forward and backward; `forward-and-s`: as `forward`, and S in the backward. On a
+    /// CPU, more matmuls of the backward (s, dv, dq, dk) may follow `forward` or `scores`, as in `forward,s,dv`
     /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
@@ -52,7 +52,8 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
     /// Attn-QAT: factor that multiplies V before quantizing. `none`: no factor; `head`: a power of two for each key
-    /// head of a sequence, so that values below .006 or above 2688 keep their precision [default: none]
+    /// head of a sequence, so that V does not become zero if all its values are below 0.006, and does not saturate if
+    /// some are above 2688 [default: none]
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: number that divides each row of exp(logits) before the row is quantized. `row-max`: the row's largest
@@ -232,11 +233,11 @@ impl<'de> Deserialize<'de> for Attn {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SmoothingSetting {
-    /// None
+    /// No operand
     None,
     /// K's mean over all tokens, or over the tokens that --key-mean selects
     K,
-    /// K's mean, and the mean of each tile of Q
+    /// K's mean, and the mean of each tile of Q (not for Attn-QAT)
     Qk,
     /// The means of K and V; V's mean is added back to the output
     Kv,

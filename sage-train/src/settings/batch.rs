@@ -29,6 +29,6 @@ layer! {
     tokens_per_step,
     micro_batch [Resumable],
     steps [Resumable],
-    // The identity has the number of steps instead of `tokens`.
+    // A run's identity contains the number of steps instead of `tokens`.
     tokens [NotIdentity Resumable],
 }

@@ -23,7 +23,7 @@ pub struct DataSettings {
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
-    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
+    /// Key of JSON lines (`a.b` is key b inside the object a), or column of CSV or parquet, that holds the text
     /// [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
@@ -45,8 +45,8 @@ pub struct DataSettings {
     /// 0.05]
     #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
-    /// Vocabulary size of the model, and of the byte-level BPE, if the run trains one on its data. With --tokenizer or
-    /// shards, the run trains no BPE, and the default is the tokenizer's size, rounded up to a multiple of 64
+    /// Vocabulary size of the model. Without --tokenizer and shards, the run trains a byte-level BPE of this size on
+    /// its data. With one of them, the default is instead the tokenizer's size, rounded up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

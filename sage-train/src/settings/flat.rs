@@ -112,7 +112,8 @@ impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
 mod tests {
     use super::*;
 
-    /// `[[1]]` is a wrong value of every key. An error about an unknown field means that the key's table lacks the key.
+    /// `[[1]]` is a wrong value of every key. An error about an unknown field means that `visit_map` chose a struct
+    /// without this field.
     #[test]
     fn every_key_is_set_in_its_table() {
         let (keys, _) = &*KEYS;

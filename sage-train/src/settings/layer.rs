@@ -4,12 +4,12 @@
 /// A special treatment of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// The typed value is not in a run's identity: either the identity has values that are computed from it, or the
+    /// The given value is not in a run's identity: either the identity has values that are computed from it, or the
     /// setting affects only the run's folder, speed or logging.
     NotIdentity,
     /// May change when a run is resumed.
     Resumable,
-    /// Not in the identity, but all ranks must agree on the setting, which determines when the ranks act together.
+    /// Not in the identity, but must be equal on all ranks, because it determines when the ranks communicate.
     Together,
     /// A path, which may differ between machines: ranks compare the contents of the file or folder.
     Path,
@@ -25,7 +25,7 @@ pub(super) trait Layer {
     /// The fields that are set.
     fn given(&self) -> Vec<&'static str>;
 
-    /// The name of the first field that is set and begins with `prefix`, with `-` for each `_`.
+    /// The name of the first field that is set and begins with `prefix`. Each `_` is replaced by `-`.
     fn first_of(&self, prefix: &str) -> Option<String> {
         self.given().into_iter().find(|field| field.starts_with(prefix)).map(|field| field.replace('_', "-"))
     }

@@ -33,10 +33,10 @@ pub enum FormatSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalingSetting {
-    /// Scale from the operand's largest values in earlier steps; values up to 4 times as large do not saturate.
-    /// Quantizing takes one pass over the operand
+    /// Scale from the running maximum of the operand's magnitudes in earlier steps; values up to 4 times this maximum
+    /// do not saturate. Quantizing takes one pass over the operand
     Delayed,
-    /// Scale from the operand's largest value in this step. Quantizing takes two passes over the operand
+    /// Scale from the operand's largest magnitude in this step. Quantizing takes two passes over the operand
     Current,
 }
 
@@ -65,7 +65,7 @@ pub struct LinearSettings {
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
     /// FP8: precision of the accumulators of matmuls on a GPU; the two gradient matmuls of the output matrix (LM head)
-    /// always use f32 [default: fast]
+    /// always accumulate in f32 [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
     /// FP8: precision of the matmuls of the output matrix (LM head). With fp8 the gradient of the logits is in e5m2
@@ -75,8 +75,8 @@ pub struct LinearSettings {
     /// FP8: transformer blocks whose linear layers stay in bf16: `0,-1` for the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
-    /// FP8: precision of the matmuls in validation, except the matmul of the output matrix (LM head). With fp8, each
-    /// operand's scale is set from the operand's largest value [default: bf16]
+    /// FP8: precision of the linear layers' matmuls in validation; the output matrix (LM head) stays in bf16. With fp8,
+    /// each operand's scale is set from the operand's largest magnitude [default: bf16]
     #[arg(long, value_enum)]
     pub linear_eval: Option<LinearSetting>,
 }
@@ -131,7 +131,7 @@ impl LinearSettings {
         }
     }
 
-    /// The first given setting of those that have an effect only with FP8 (all settings of this table except `linear`).
+    /// The first given setting whose name begins with `linear-`: these settings have an effect only with FP8.
     pub fn first_of_fp8(&self) -> Option<String> {
         self.first_of("linear_")
     }

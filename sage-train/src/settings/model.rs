@@ -60,7 +60,7 @@ pub struct ModelSettings {
     #[arg(long, value_name = "LETTERS")]
     pub window_pattern: Option<WindowPattern>,
     /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for no cap. With a cap,
-    /// sagebwd needs --smoothing none; on a GPU, it also needs --products scores [default: none]
+    /// sagebwd needs --smoothing none; on a GPU, it also needs --products scores [default: 0]
     #[arg(long, value_name = "CAP")]
     pub softcap: Option<f64>,
     /// Attention sinks, as in GPT-OSS: a learned logit per query head in the denominator of the softmax, so that a

@@ -58,7 +58,7 @@ pub enum OrthogonalizationSetting {
     /// Polar Express (arXiv 2505.16932): five polynomials, a different one in each iteration
     #[default]
     PolarExpress,
-    /// The quintic of the original Muon, five times
+    /// The quintic polynomial of the original Muon, the same in all five iterations
     Quintic,
 }
 
@@ -229,8 +229,7 @@ impl OptimizerSettings {
         (*warmup_steps, *muon_warmup_steps) = (None, None);
     }
 
-    /// The first given setting that has an effect only with an optimizer other than `own`. Returns the setting and the
-    /// optimizer that it needs.
+    /// The first given setting that has no effect with the optimizer `own`, and the optimizer that the setting needs.
     pub fn first_of_another(&self, own: OptimizerSetting) -> Option<(String, OptimizerSetting)> {
         let others = OptimizerSetting::value_variants().iter().filter(|other| **other != own);
         others.copied().find_map(|other| Some((self.first_of(other.own_prefix()?)?, other)))

@@ -18,7 +18,7 @@ use crate::quantity::Quantity;
 pub enum Preset {
     /// 1M parameters, context 256: trains in a few minutes on two cores
     Tiny,
-    /// 12M parameters, context 512: minutes to hours on a CPU
+    /// 12M parameters, context 512: trains in minutes to hours on a CPU
     Mini,
     /// 43M parameters, context 1024: 12 layers, width 512, 8 heads of 64
     #[value(name = "40m")]
@@ -79,7 +79,8 @@ pub struct RunSettings {
     /// Folder in which the run's folder is created [default: runs]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Name of the run's or sweep's folder [default: preset, attention and a number; for a sweep, the name of its file]
+    /// Name of the run's or sweep's folder [default: preset, attention and a number, as in tiny-sagebwd-001; for a list
+    /// of values, as in tiny-sweep-001; for `sweep FILE`, the file's name]
     #[arg(long)]
     pub name: Option<String>,
     /// Steps between validations; 0 validates only at the end. In a sweep, the default is a twentieth of the run's
@@ -99,7 +100,7 @@ pub struct RunSettings {
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
     /// Steps between checkpoints, in addition to --checkpoint-minutes; 0 for no checkpoints by steps. The end of a run
-    /// is always saved [default: --eval-every]
+    /// is always saved [default: --eval-every; in a sweep without --eval-every, the preset's eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
     /// Minutes between checkpoints, in addition to --checkpoint-every; 0 for no checkpoints by time [default: 10]
@@ -111,7 +112,7 @@ pub struct RunSettings {
     /// In addition to --keep-last, keep the checkpoints of steps N, 2N, ..; 0 for none [default: 0]
     #[arg(long, value_name = "N")]
     pub keep_every: Option<Quantity>,
-    /// Tokens of sample text at the end of the run; 0 for none [default: 160]
+    /// Tokens of sample text at the end of the run; 0 for none [default: 160; in a sweep 0]
     #[arg(long, value_name = "N")]
     pub sample_tokens: Option<usize>,
     /// Number of threads; results do not depend on it [default: all cores]
@@ -153,7 +154,7 @@ fn seed(text: &str) -> Result<u64> {
         Error::new("not a seed")
             .got(format!("`{text}`"))
             .allowed(
-                "a whole number below 2^64, a list such as 1,2,3, or a range of up to 1000 seeds such as 1-3",
+                "a whole number below 2^63, a list such as 1,2,3, or a range of up to 1000 seeds such as 1-3",
             )
             .hint("a range starts with its smaller number")
     })

@@ -16,8 +16,7 @@ use super::{AttentionSettings, Attn, Settings};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
-/// The settings of a scheme that a user may set. Tile sizes are excluded, because they follow from the scheme and from
-/// `sla2-block`.
+/// A scheme's settings without tile sizes, which follow from the scheme and from `sla2-block`.
 fn own_settings(scheme: &Scheme) -> Vec<(&'static str, String)> {
     scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")).collect()
 }
@@ -92,7 +91,7 @@ impl LayerSettings {
     /// The scheme of each layer that the setting lists, in a model of `layers` layers.
     ///
     /// # Errors
-    /// When the model has no such layer, or a layer has two schemes.
+    /// When the model lacks a listed layer, or a layer has two schemes.
     pub fn resolve(&self, layers: usize) -> Result<BTreeMap<usize, Scheme>> {
         let mut found = BTreeMap::new();
         for (spans, SchemeSetting(scheme)) in &self.0 {
@@ -132,7 +131,7 @@ impl LayerList {
     /// The listed layers, in a model of `layers` layers.
     ///
     /// # Errors
-    /// When the model has no such layer.
+    /// When the model lacks one of the layers.
     pub fn resolve(&self, layers: usize) -> Result<BTreeSet<usize>> {
         Ok(numbered(&self.0, layers, &self.to_string())?.into_iter().collect())
     }

@@ -31,8 +31,8 @@ pub struct Sla2Settings {
     /// Number of nearest past blocks that are always selected; the router selects the remaining blocks [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
-    /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, at least 16 and at most
-    /// 128]
+    /// Tokens of a block, a power of two; always 128 on a GPU [default on the CPU: a sixteenth of the context, rounded
+    /// down to a power of two, at least 16 and at most 128]
     #[arg(long, value_name = "N")]
     pub sla2_block: Option<usize>,
     /// Key blocks to which SLA2's linear attention (the tail) attends [default: past]
@@ -45,8 +45,8 @@ pub struct Sla2Settings {
     /// Steps of dense attention at the start of the run [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// The router learns from dense attention in the last N of the --sla2-dense-steps steps [default: 100, at most a
-    /// tenth of the run]
+    /// The router learns from dense attention in the last N steps of --sla2-dense-steps [default: 100, at most a tenth
+    /// of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -80,11 +80,13 @@ impl Form {
 
     pub(super) fn summary(self) -> &'static str {
         match self {
-            Self::Learned => "Attention to blocks that a learned router selects, and linear attention (SLA2)",
+            Self::Learned => {
+                "Attention to key blocks that a learned router selects, plus linear attention (SLA2)"
+            }
             Self::Identity => {
                 "SLA2 with an untrained router, which ranks key blocks by the dot product of mean queries and mean keys"
             }
-            Self::Window => "SLA2 without a router: it selects the nearest blocks and the first block",
+            Self::Window => "SLA2 without a router: the nearest key blocks and the first one are selected",
             Self::Sparse => "SLA2 without linear attention: only the blocks that a learned router selects",
         }
     }
@@ -147,7 +149,7 @@ impl<'de> Deserialize<'de> for Share {
 pub enum TailSetting {
     /// All earlier blocks, including the selected ones
     Past,
-    /// The blocks that are not selected (as in the SLA2 paper); slow on a GPU, because no kernel computes this tail
+    /// The blocks that are not selected (as in the SLA2 paper); slow on a GPU: f32 matmuls instead of a fused kernel
     Complement,
     /// No tail: attention only to the selected blocks
     None,
@@ -157,10 +159,10 @@ pub enum TailSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
-    /// sigmoid(theta + log(n / m)), for a query that sees n tokens in selected blocks (with the diagonal block) and m
-    /// in all others
+    /// sigmoid(theta + log(n / m)). The query sees n tokens in the selected blocks and the diagonal block, and m tokens
+    /// in the other blocks
     Count,
-    /// sigmoid(theta), as published
+    /// sigmoid(theta), as in the SLA2 paper
     Constant,
 }
 
@@ -202,8 +204,7 @@ pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'st
         .collect()
 }
 
-/// Resolves the settings of SLA2 for a run of `steps` steps over sequences of `context` tokens. Blocks are 128 tokens
-/// on a GPU.
+/// Resolves the settings of SLA2 for a run of `steps` steps over sequences of `context` tokens.
 ///
 /// # Errors
 /// When a setting is out of range, or the sparsity cannot be reached.

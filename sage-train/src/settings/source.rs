@@ -9,8 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct SourceSetting {
     /// A file, a folder or a pattern.
     pub path: PathBuf,
-    /// The source's share of the batches is its weight divided by the sum of all weights. Sources without weights are
-    /// mixed by their sizes.
+    /// The source's share of the batches is its weight divided by the sum of all weights. If no source has a weight,
+    /// the sources are mixed by their sizes.
     pub weight: Option<f64>,
 }
 

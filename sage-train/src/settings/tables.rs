@@ -107,7 +107,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
         match flat.insert(flag.clone(), value) {
             None => Ok(()),
             Some(_) => Err(Error::new("a setting is given twice in one file")
-                .got(format!("`{flag}` in a table and outside of it, in {place}"))
+                .got(format!("two values of `{flag}`, in {place}"))
                 .allowed("one of them")
                 .hint("[optimizer] lr = 1e-3 and lr = 1e-3 outside of any table are the same setting")),
         }
@@ -127,7 +127,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
             if let Some(table) = table.filter(|table| *table != key) {
                 return Err(Error::new("a setting is in the wrong table")
                     .got(format!("`{name}` in [{key}], in {place}"))
-                    .allowed(format!("[{table}], or the top of the file"))
+                    .allowed(format!("in [{table}], or without a table"))
                     .hint("tables are the headings of `sage-train --help`"));
             }
             add(flag, value)?;
@@ -146,7 +146,7 @@ fn as_switch(value: Value) -> Value {
     }
 }
 
-/// The settings in their tables, with switches as booleans.
+/// Moves each setting into its table, such as `[model]`, and turns switches into booleans.
 pub fn in_tables(settings: Table) -> Table {
     let flags = flags();
     let mut tables = Table::new();
@@ -180,7 +180,7 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // These flags have the names of tables. `key_of` gives each of them a key with another name.
+        // `key_of` and `flag_of` list the flags that have the name of a table.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
         assert_eq!(twice, ["linear", "data", "optimizer"]);

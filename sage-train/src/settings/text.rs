@@ -27,7 +27,7 @@ impl<'de, T: std::str::FromStr<Err: std::fmt::Display>> Deserialize<'de> for Tex
     }
 }
 
-/// A scheme by its name, with its default settings.
+/// A scheme with its default settings. As text, it is the scheme's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Numerics(Scheme);
 

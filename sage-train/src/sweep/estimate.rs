@@ -1,5 +1,4 @@
-//! Estimates how long a sweep takes: measures a few steps of one run per shape, and scales the time to the remaining
-//! tokens. Runs that differ only in settings such as the seed have the same shape: their steps take equally long.
+//! Estimates how long a sweep takes, from a few measured steps.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,9 +16,9 @@ use crate::runs::{Run, Status, median};
 use crate::signals::{self, SecondSignal};
 use crate::{during, notify, writing};
 
-/// The number of steps to run for each [`shape`], and the largest number of micro-batches in a step. The first step
-/// is slower than the others, and its time is not used. A step's time is proportional to its number of micro-batches,
-/// so a few micro-batches are enough. On a CPU steps are slow and their times vary little, so fewer steps are enough.
+/// How many steps a measurement runs, and how many micro-batches each of them has at most. The first step is slower
+/// than the others, and its time is not used. A step's time is proportional to its number of micro-batches, so a few
+/// micro-batches are enough. On a CPU steps are slow and their times vary little, so fewer steps are enough.
 fn sample(device_kind: DeviceKind) -> (u64, u64) {
     match device_kind {
         DeviceKind::Cpu => (2, 1),
@@ -51,7 +50,7 @@ impl Estimate {
 /// # Errors
 /// When a run of the sweep cannot be trained on this machine.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
-    // After a signal, the child process must end and the scratch folder must be removed before this process ends.
+    // After a signal, `measure` must end its child process and remove its scratch folder before this process ends.
     signals::watch(SecondSignal::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
@@ -116,7 +115,7 @@ fn shape(config: &Config) -> String {
     format!("{identity:?}")
 }
 
-/// Tokens per second of a short run in a child process, whose end frees all memory of the run.
+/// Tokens per second of a short run in a child process. When the child exits, all memory of the run is freed.
 fn measure(config: &Config, stage: Stage, folder: &Path) -> Result<f64> {
     let parent = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let scratch = parent.join(format!(".sage-train-measures.{}", std::process::id()));

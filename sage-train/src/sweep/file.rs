@@ -21,11 +21,11 @@ use crate::{during, read_small};
 /// [grid]                 # all combinations of these lists
 /// tokens-per-step = ["4k", "32k"]
 /// seed = [1, 2, 3]
-/// [[points]]             # settings that run with each combination of the grid; lists in a point multiply the runs
+/// [[points]]             # a set of settings that is run with each combination of the grid
 /// attn = "fpa"
 /// [[points]]
 /// attn = "sagebwd"
-/// smoothing = ["none", "k"]
+/// smoothing = ["none", "k"]  # a list: one set of settings for each value
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
@@ -89,8 +89,8 @@ impl Spec {
     /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
     /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // Removes the keys for which the command line has a list. An `attn` that is not a list stays, because
-        // `merged` drops attention settings that belong to another `attn` than the run's.
+        // Removes the keys for which the command line has a list. An `attn` that is not a list stays: from it,
+        // `merged` decides whether the attention settings of the same table apply to a run.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
@@ -108,7 +108,10 @@ impl Spec {
             return Err(Error::new("the sweep has too many runs")
                 .got(all)
                 .allowed(format!("at most {MOST_RUNS}"))
-                .hint("every list multiplies the number of runs; [[points]] list single combinations"));
+                .hint(
+                    "every list multiplies the number of runs; in a sweep's file, [[points]] list single \
+                     combinations",
+                ));
         }
         let (grid, typed) = (combinations(&grid, "[grid]")?, combinations(lists, "the command line")?);
         let mut runs = Vec::with_capacity(all);
@@ -147,8 +150,8 @@ impl Spec {
 /// More runs than this are probably a mistake, and are rejected.
 const MOST_RUNS: usize = 10_000;
 
-/// Merges layers of settings; earlier layers have priority. If a layer's `attn` differs from the merged `attn`, drops
-/// the layer's other attention settings except `qk_norm`, unless both are variants of SLA2.
+/// Merges layers of settings; earlier layers have priority. A layer whose `attn` differs from the merged `attn`
+/// contributes no attention settings except `qk_norm`. Here, all variants of SLA2 count as the same `attn`.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attention.attn);
     let only = Settings::with(|s| s.attention.attn = attn);
@@ -164,10 +167,10 @@ fn merged(layers: [Settings; 5]) -> Settings {
 
 fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
-        Error::new(format!("invalid settings in {place} of the sweep"))
+        Error::new(format!("invalid settings of the sweep, in {place}"))
             .got(short_message(&error))
             .allowed("keys and values, where a key is a long flag of sage-train without the leading `--`")
-            .hint("lists of values belong in [grid] or [[points]]")
+            .hint("in a file, lists of values belong in [grid] or [[points]]")
     })
 }
 
@@ -175,7 +178,7 @@ fn length(value: &Value) -> usize {
     value.as_array().map_or(1, Vec::len)
 }
 
-/// One table for each combination of the values in the lists.
+/// One table for each way to choose one value from every list in `table`.
 fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     let mut all = vec![Table::new()];
     for (key, value) in table {

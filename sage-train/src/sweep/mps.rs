@@ -25,7 +25,7 @@ const CONTROL: &str = "nvidia-cuda-mps-control";
 /// The pipe directory in which CUDA looks for a server when `CUDA_MPS_PIPE_DIRECTORY` is not set.
 const USUAL: &str = "/tmp/nvidia-mps";
 
-/// The MPS server of this sweep. The server is stopped on drop, and does not change settings of the GPU.
+/// The MPS server of this sweep. It is stopped on drop.
 #[derive(Debug)]
 pub(super) struct Mps {
     folder: PathBuf,

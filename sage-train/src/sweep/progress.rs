@@ -1,5 +1,5 @@
-//! Progress of a sweep on standard error: a bar for the sweep and a bar for each running run, or lines if there is no
-//! terminal.
+//! Progress of a sweep on standard error: a bar for the sweep and a bar for each running run. If standard error is not
+//! a terminal, lines of text are printed instead of bars.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -27,10 +27,12 @@ pub struct Progress {
     /// For each run, in the order of the plan: its tokens per step, its number of steps and its name.
     runs: Vec<(u64, u64, String)>,
     under_way: BTreeMap<usize, WatchedRun>,
-    /// Tokens of the runs that have ended or were skipped; for an interrupted run, tokens of its completed steps.
+    /// All tokens of the runs that ended or were left to other processes, and the tokens of the completed steps of
+    /// interrupted runs.
     done: u64,
     began: Instant,
-    /// Tokens that other processes trained, earlier or at the same time. The speed does not count them.
+    /// Tokens of steps that other processes did, before this process began or while it runs. The displayed tok/s do not
+    /// count them.
     before: u64,
     last_line: Instant,
     ended: usize,
@@ -173,7 +175,7 @@ impl Progress {
 }
 
 impl WatchedRun {
-    /// The point of the last complete line that the run added since the last call.
+    /// Reads the complete lines that the run added to its metrics file since the previous call. Returns the last one.
     fn last_point(&mut self) -> Option<Point> {
         let mut file = File::open(&self.metrics).ok()?;
         file.seek(SeekFrom::Start(self.read)).ok()?;

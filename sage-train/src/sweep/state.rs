@@ -81,8 +81,8 @@ impl Sweep {
         self.places().into_iter().map(|place| place.state).collect()
     }
 
-    /// Checks that existing runs started from the same weights as the remaining runs would: the model in the folder of
-    /// `--init-from` may have been trained further.
+    /// Checks that the weights of `--init-from` have not changed since runs of this sweep started from them, for
+    /// example by further training.
     ///
     /// # Errors
     /// When the weights differ.
@@ -98,15 +98,13 @@ impl Sweep {
                 now.insert(from.clone(), hash);
             }
             if began != &now[from] {
-                return Err(Error::new(
-                    "runs of this sweep started from other weights than the remaining runs would",
-                )
-                .got(format!("{}: {} has changed", folder.display(), from.display()))
-                .allowed("the weights that the sweep started from")
-                .hint(
-                    "restore the weights, or start a new sweep with --name; weights in RUN/checkpoints/step-N do \
-                     not change",
-                ));
+                return Err(Error::new("earlier runs of this sweep started from other weights")
+                    .got(format!("{}: {} has changed", folder.display(), from.display()))
+                    .allowed("the weights that the sweep started from")
+                    .hint(
+                        "restore the weights, or start a new sweep with --name; weights in \
+                         RUN/checkpoints/step-N do not change",
+                    ));
             }
         }
         Ok(())
@@ -164,8 +162,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder inside the sweep's folder. If a folder has neither settings nor metrics, because its process ended
-    /// early, its identity is that of the settings in `SWEEP/plan/NAME.toml`.
+    /// Every folder inside the sweep's folder. If a run ended before it wrote settings or metrics, its identity is read
+    /// from `SWEEP/plan/NAME.toml`.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries

@@ -314,7 +314,7 @@ impl Sweep {
         self.plan_folder().join(format!("{name}.stderr"))
     }
 
-    /// The state of a run whose child has ended. Writes a crash record if the state is [`State::Crashed`].
+    /// The state of a run whose process has ended. Writes a crash record if the state is [`State::Crashed`].
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
         let (folder, name) = (&job.place.folder, job.place.name());
         let now = || self.place(&self.runs[job.index], folder.clone()).state;

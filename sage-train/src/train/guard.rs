@@ -19,9 +19,9 @@ pub struct Recent {
 /// The limits above which a step counts as a spike.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Largest mean loss of the step.
+    /// Limit for the step's mean loss.
     pub loss: f64,
-    /// Largest norm of the step's gradient.
+    /// Limit for the norm of the step's gradient.
     pub grad_norm: f64,
 }
 

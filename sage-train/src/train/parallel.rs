@@ -155,7 +155,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// `Overlap::Auto` chooses what is faster according to docs/several-gpus.md.
+    /// `Overlap::Auto` chooses between `During` and `After` as docs/several-gpus.md says.
     #[test]
     fn gradients_travel_when_it_is_faster() {
         let node = Mesh::node(Rank { index: 0, of: 2 });

@@ -122,7 +122,7 @@ impl Progress {
         let open = || open_own(path, File::options().create(true).append(true)).ok();
         if let Some(mut file) = file.get_or_init(open).as_ref() {
             let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
-            // Writes all lines at once, so that the lines of several processes do not interleave.
+            // Writes all lines in one call, so that the lines of several processes do not interleave.
             let lines: String = printable(text).lines().map(|line| format!("{time} {line}\n")).collect();
             let _ = file.write_all(lines.as_bytes());
         }

@@ -73,8 +73,8 @@ impl OpenFolder {
         }
     }
 
-    /// Only checks that the path is a folder: it cannot be another folder, because systems other than Unix do not
-    /// rename a folder in which a file is open.
+    /// Only checks that the path is a folder. On systems other than Unix, the run's open files prevent the renaming
+    /// of its folder.
     #[cfg(not(unix))]
     fn is_there(&self) -> bool {
         self.path.is_dir()
@@ -187,7 +187,8 @@ impl RunDir {
         self.opened.clone()
     }
 
-    /// The path of a rank's log. Creates the log of rank 0. On another rank, the first message creates the log.
+    /// The path of a rank's log. For rank 0, also creates the file. The file of another rank is created with its first
+    /// message.
     pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
         if !rank.is_first() {
             return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
@@ -274,7 +275,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     let first_of = |points: &mut dyn Iterator<Item = Point>| -> Vec<Point> {
         points.zip(1..=step).map_while(|(point, n)| (point.step == n).then_some(point)).collect()
     };
-    // The steps after the checkpoint are trained again, so damage in their lines does not matter.
+    // The steps after the checkpoint are trained again, so damaged metrics of these steps do not matter.
     let mut points = first_of(&mut Lines::read(&file)?.values.into_iter());
     if points.len() as u64 != step {
         // A line of the metrics is damaged or missing; the CSV file contains the same metrics.

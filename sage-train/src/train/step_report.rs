@@ -3,8 +3,8 @@
 use crate::config::Config;
 use crate::ranks::{Mesh, Ranks};
 
-/// The requests that a rank sends with the results of a step. All ranks receive the requests in the same step, and
-/// so act in the same way.
+/// A rank's requests to all ranks. The ranks exchange requests together with the results of a step, so that all ranks
+/// act on them after the same step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Requests {
     /// Stop, because of this signal.
@@ -31,7 +31,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// How many numbers of a report follow the sum of squares: two requests (signal, save), and the seconds of forward
+    /// How many numbers of a report follow the sum of squared gradients: signal, save, and the total seconds of forward
     /// and backward.
     pub(super) const REST: usize = 3;
 
@@ -61,8 +61,8 @@ impl Report {
         (0..self.micro_batches).map(move |k| (0..parts).map(|part| place(k, part)).collect())
     }
 
-    /// The indices of the sums of squared gradients in the concatenated reports. Only the reports of one node are
-    /// used, because all nodes have the same sums.
+    /// For each rank of the first node, the index of its sum of squared gradients in the concatenated reports. The
+    /// other nodes have the same sums.
     pub(super) fn places_of_squares(self) -> impl Iterator<Item = usize> {
         (0..self.mesh.shard.of).map(move |rank| rank * self.len() + self.losses())
     }
@@ -81,8 +81,8 @@ impl Report {
         reports.chunks_exact(self.len()).map(of_rank).fold(Requests::default(), Requests::or)
     }
 
-    /// The rank that took longest, and its time divided by the median time of all ranks. `None` for a single rank, and
-    /// until a step was timed.
+    /// The rank whose forward and backward took longest, and their time divided by the median over all ranks. `None`
+    /// for a single rank, and until a step was timed.
     pub(super) fn slowest(self, reports: &[f64]) -> Option<(usize, f64)> {
         let times: Vec<f64> =
             reports.chunks_exact(self.len()).map(|report| report[self.losses() + 3]).collect();
@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(report.asked(&reports), Requests { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
         // The same reports, read as the reports of two ranks that share each sequence. Each rank is on a separate node
-        // here. Only the first node's sum of squares is used.
+        // here. Only the first node's sum of squared gradients is read.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
         let report = Report { micro_batches: 3, mesh };

@@ -100,15 +100,15 @@ impl Run<'_> {
             }
             under_way = launched?;
             if let Some(signal) = signals::received().filter(|_| under_way.is_none()) {
-                // The signal interrupted this step, so the checkpoint contains only the steps before it.
+                // The signal interrupted this step, so the checkpoint contains the state before this step.
                 if step != saved {
                     self.checkpoint(step);
                 }
                 self.checkpoints.wait()?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step)));
             }
-            // A single process acts on its requests immediately. Several ranks exchange requests together with the
-            // results of a step, so that all ranks act on them after the same step.
+            // A single process acts immediately on a request to stop or to save. Several ranks exchange requests
+            // together with the results of a step, so that all ranks act on them after the same step.
             if alone {
                 asked = Requests { signal: signals::received(), ..asks };
             }
@@ -150,7 +150,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reports to the signal handler and the other ranks which step begins, and returns the step's name.
+    /// Announces the start of a step to the signal handler and the other ranks. Returns the step's name.
     fn announce(&self, step: u64) -> String {
         let doing = format!("step {} of {}", step + 1, self.config.steps);
         let leaves_between = self.ranks.rank().of == 1 && self.config.accumulation > 1;
@@ -169,7 +169,8 @@ impl Run<'_> {
         {
             self.progress.print(&format!("warning: {error}"));
         }
-        // All ranks must call `save`, even a rank with an error here. The next `self.checkpoints.wait()` returns it.
+        // All ranks must call `save`, so a rank that cannot sync or copy passes its error to `save`. The next
+        // `self.checkpoints.wait()` returns the error.
         let copy = || self.trainer.state().map_err(during("cannot copy the state for the checkpoint"));
         let synced = self.ranks.channel().while_peers_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
@@ -269,7 +270,7 @@ impl Run<'_> {
         }
     }
 
-    /// Warns of the shards that the concurrent verification could not read.
+    /// Warns of the shards that the thread of [`Verification`] could not read.
     fn warn_of_unread(&self, results: impl FnOnce(&Verification) -> Result<Vec<Error>>) -> Result<()> {
         for unread in self.verification.as_ref().map_or(Ok(Vec::new()), results)? {
             self.progress.print(&format!("warning: {unread}"));
@@ -347,7 +348,7 @@ impl Run<'_> {
             self.points.push(last.clone());
             self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
-            // `model.safetensors` may not contain the last step's weights.
+            // `model.safetensors` may contain the weights of an earlier step.
             let weights = self.weights()?;
             self.save_weights(weights)?;
         }
@@ -410,8 +411,8 @@ impl Run<'_> {
     }
 }
 
-/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest `slowest_ratio`. `None` if
-/// no rank was always the slowest, or if the ratio is at most `SLOW.0`.
+/// The rank that was the slowest in each of the last `SLOW.1` steps, and the smallest `slowest_ratio` of these steps.
+/// `None` without such a rank, or if the smallest ratio is at most `SLOW.0`.
 fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
     let last = &points[points.len().checked_sub(SLOW.1)?..];
     let rank = last[0].slowest_rank?;

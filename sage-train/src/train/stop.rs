@@ -1,13 +1,14 @@
-//! The reasons for which a run ends before its last step.
+//! The errors that end a run.
 
 use candle_sage::{Error, ErrorKind};
 
 use crate::runs::Status;
 
-/// What ended a run before its last step.
+/// The error that ended a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stop {
-    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or the final loss was too high.
+    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or [`crate::runs::divergence`]
+    /// found a divergence after the last step.
     Diverged(Error),
     /// A signal stopped the run. The run was saved, unless it was still in its first step.
     Interrupted(Error),

@@ -37,8 +37,8 @@ pub(super) struct Trainer<'a> {
     /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the squared gradient norm. If the
     /// sum is NaN, the device skips the update.
     stop: Tensor,
-    /// Asynchronous copies of results from the device to the host. At most two steps run asynchronously. The results of
-    /// a step are the [`Report`]s of all ranks, and a number that is NaN if the update was skipped and otherwise 0.
+    /// Copy results from the device to the host: one for even steps, one for odd steps. The results of a step are the
+    /// [`Report`]s of all ranks, and a number that is NaN if the update was skipped and otherwise 0.
     readbacks: [StepReadback; 2],
     upload: Upload,
     /// Seconds that this rank's forward and backward took in the last step whose results have arrived.
@@ -62,7 +62,7 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
-            // `launch_at` sets the stage of each step. If no steps are left to do, the stage is the last step's.
+            // `launch_at` sets SLA2's stage for each step. Without steps left to do, the last step's stage is used.
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
@@ -201,8 +201,8 @@ impl<'a> Trainer<'a> {
         }
         self.readbacks[readback].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks);
-        // A signal interrupts a step only if the run has one rank. Several ranks send their requests to stop with the
-        // results of a step, so that all ranks stop after the same step.
+        // A signal interrupts a step only if the run has one rank. With several ranks, each rank sends its request to
+        // stop together with the results of a step, so that all ranks stop after the same step.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
         let losses = self.gradients(
@@ -242,7 +242,7 @@ impl<'a> Trainer<'a> {
         Ok(Some(Launched { step, lr, readback }))
     }
 
-    /// Gathers the reports of all ranks on a step, in the order of the ranks.
+    /// Gathers each rank's [`Report`] for a step, in the order of the ranks.
     fn report_to_all(
         &self,
         losses: &[Tensor],
@@ -272,8 +272,9 @@ impl<'a> Trainer<'a> {
         Ok(all)
     }
 
-    /// 0, or NaN if loss or norm is above its limit: `1 / relu(limit - x)` is infinite for a value x above the limit,
-    /// and 0 times infinity is NaN. candle's comparisons would make the CPU wait: they copy the limit to the device.
+    /// 0, or NaN if the loss or the gradient norm is above its limit: `1 / relu(limit - x)` is infinite for a value x
+    /// above the limit, and 0 times infinity is NaN. candle's comparisons are not used, because they copy the limit to
+    /// the device, and the CPU would wait for the copy.
     fn skip(
         &self,
         losses: &[Tensor],
@@ -299,7 +300,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// Computes the gradients of a step. Returns the losses of its micro-batches. Stops before the next micro-batch if
-    /// `until` returns true. The last backward reports finished layers to `during_backward`.
+    /// `until` returns true. During the backward of the last micro-batch, `during_backward` gets each layer whose
+    /// gradients are complete.
     fn gradients(
         &mut self,
         batches: &[Sequences],
@@ -373,8 +375,8 @@ impl<'a> Trainer<'a> {
 
     /// The first parameter with a non-finite gradient, on the first rank that has such a parameter.
     fn first_non_finite(&mut self, step: u64) -> Result<String> {
-        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged: the update of
-        // this step was disabled. The next step may have been launched already; its update is disabled too.
+        // Recomputes this rank's gradients of the step, without the reduction over ranks. The weights are unchanged:
+        // the device has skipped this step's update. The next step may have been launched; its update is skipped too.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let first_sequences = self.first_sequences(step).take(self.own().count());
         let again: Vec<Sequences> = first_sequences

@@ -62,7 +62,7 @@ fn published_kinds_of_files_are_read() {
     scratch.file("array.json", "[\n{\"text\": \"a\"}]\n");
     scratch.file("other.csv", "id,body\n1,a\n");
     for (file, words) in [
-        ("chat.jsonl", ["no key `text` among id, messages", "chat data"]),
+        ("chat.jsonl", ["no key `text` among the keys id, messages", "chat data"]),
         ("array.json", ["line 1", "jq -c"]),
         ("other.csv", ["columns id, body", "--text-field"]),
     ] {
@@ -119,7 +119,7 @@ fn pipes_are_passed_over_and_names_that_are_not_utf8_are_not() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success()
-            && said.contains("1 pipe, socket, device or link to a folder ignored, such as text/pipe.txt"),
+            && said.contains("1 item ignored (pipe, socket, device or folder link), such as text/pipe.txt"),
         "{said}"
     );
     let name = std::ffi::OsStr::from_bytes(b"caf\xe9.jsonl");

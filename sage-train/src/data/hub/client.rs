@@ -167,8 +167,8 @@ impl Hub {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The download requested the metadata a second time, and the second answer was not checked. So the file itself
-        // is checked to be inside the cache.
+        // The download requested the etag and the commit hash again, and did not check them. They are parts of the
+        // file's path, so the path must be checked to be inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,

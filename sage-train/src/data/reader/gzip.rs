@@ -4,8 +4,7 @@ use std::io::{BufRead, Read, Result};
 
 use flate2::bufread::GzDecoder;
 
-/// Reads the members of a gzip file one after the other. Zeros after the last member are padding, which `gzip` accepts
-/// too.
+/// Reads the members of a gzip file one after the other. Ignores zeros (padding) after the last member, as `gzip` does.
 pub(super) struct Gzip<R>(Option<GzDecoder<R>>);
 
 impl<R: BufRead> Gzip<R> {

@@ -90,13 +90,13 @@ pub(super) fn json_lines(
 /// The beginning of the error message for an object without the field that should contain the text.
 const MISSING: &str = "no key";
 
-/// Number of keys that an error lists.
+/// An error message lists at most this many of the object's keys.
 const LISTED: usize = 8;
 
 enum FieldValue {
     Text(String),
     Null,
-    /// The field is missing. Contains some of the keys that the object has instead.
+    /// The field is missing. Contains some of the object's keys, for the error message.
     Missing(Vec<String>),
 }
 
@@ -105,7 +105,7 @@ impl FieldValue {
         let Self::Missing(mut keys) = self else { return Ok(self) };
         let more = if keys.len() > LISTED { ", .." } else { "" };
         keys.truncate(LISTED);
-        Err(format!("{MISSING} `{field}` among {}{more}", keys.join(", ")))
+        Err(format!("{MISSING} `{field}` among the keys {}{more}", keys.join(", ")))
     }
 }
 
@@ -195,7 +195,8 @@ impl<'de> Visitor<'de> for Field<'_> {
                     others.push(key.into_owned());
                 }
             }
-            // An error lists `LISTED` keys, and shows whether there are more. A line may have millions of keys.
+            // A line may have millions of keys. The error message needs `LISTED` keys; one more shows that the line has
+            // others.
             others.truncate(LISTED + 1);
         }
         Ok(named.or(nested).unwrap_or(FieldValue::Missing(others)))
@@ -235,9 +236,9 @@ mod tests {
             assert!(texts(line, "a.b")?.is_empty(), "{line}");
         }
         let error = texts(r#"{"a": {"c": 1}, "d": 2}"#, "a.b").expect_err("no text").to_string();
-        assert!(error.contains("no key `a.b` among a.c, d"), "{error}");
+        assert!(error.contains("no key `a.b` among the keys a.c, d"), "{error}");
         let error = texts(r#"{"a": "y"}"#, "a.b").expect_err("no text").to_string();
-        assert!(error.contains("no key `a.b` among a"), "{error}");
+        assert!(error.contains("no key `a.b` among the keys a"), "{error}");
         let error = texts(r#"{"a": "y", "score": NaN}"#, "a").expect_err("NaN").to_string();
         assert!(error.contains("replace them by null"), "{error}");
         for line in ["null", "1", "\"x\"", "[]", "true"] {

@@ -23,7 +23,7 @@ pub(super) fn text(
         before = mark.len();
     }
     loop {
-        // If the file continues, [`piece_end`] must see more than PIECE bytes, so `held` is filled to 2 * PIECE.
+        // More than PIECE bytes, unless the file ends: [`piece_end`] does not split a shorter text.
         let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
         let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
         let last = (read as u64) < wanted;

@@ -79,7 +79,7 @@ impl Format {
         all.find(|format| format.magic().map(|(number, _)| number) == magic).unwrap_or(Self::NanoGpt)
     }
 
-    /// Appends the bytes of tokens, which must fit the format.
+    /// Appends `tokens` to `bytes`. Each id must fit into [`Self::width`] bytes.
     pub(super) fn encode(self, tokens: &[u32], bytes: &mut Vec<u8>) {
         match self.width() {
             2 => bytes.extend(tokens.iter().flat_map(|&token| (token as u16).to_le_bytes())),

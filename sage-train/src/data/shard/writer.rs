@@ -88,7 +88,7 @@ impl ShardWriter {
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;
         if format.magic().is_some() {
-            // Marks the header as incomplete again: the shard may have been completed after the state was saved.
+            // Marks the shard as incomplete: it may have been completed after the `PartialShard` was saved.
             file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
         }
         file.seek(SeekFrom::Start(len)).map_err(failed())?;
@@ -101,7 +101,8 @@ impl ShardWriter {
         self.sidecar.tokens
     }
 
-    /// Appends the tokens of `text_bytes` bytes of text. Decoded, the tokens have `token_bytes` bytes.
+    /// Appends tokens, which encode `text_bytes` bytes of text and decode to `token_bytes` bytes. The two numbers
+    /// differ if the tokenizer changes text.
     ///
     /// # Errors
     /// When the file cannot be written, or an id does not fit the format.
@@ -117,8 +118,8 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
-        // If an earlier version of the program began the shard, `token_bytes` is missing, and `text_bytes` counts the
-        // bytes that the tokens stand for.
+        // If an earlier version of the program began the shard, the sidecar has no `token_bytes`, and its `text_bytes`
+        // counts the bytes to which the tokens decode.
         self.sidecar.token_bytes =
             Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);
         self.sidecar.text_bytes += text_bytes;

@@ -12,11 +12,12 @@ use crate::read_small;
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
 
-/// Limit on the size of a file next to a tokenizer, in bytes. Such a file may contain chat templates and added tokens.
+/// Largest allowed size of `tokenizer_config.json` and of `config.json`, in bytes. They may contain chat templates and
+/// added tokens.
 const MOST: u64 = 16 << 20;
 
 /// The id of the token `named`, or else of the first known end-of-text token. Special tokens are searched first,
-/// because an ordinary token may have a known name too: Gemma's `</s>` is an HTML tag.
+/// because an ordinary token may have a name from `KNOWN`: Gemma's `</s>` is an HTML tag.
 pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
     let special = || {
         let added = inner.get_added_tokens_decoder();
@@ -97,8 +98,8 @@ pub(super) fn from_neighbours(tokenizer: &Path, inner: &Inner) -> Result<Option<
         return Ok(Some(name.to_owned()));
     }
     let ids = token_ids(&read("config.json")?, "eos_token_id")?;
-    // transformers writes 2 for a Llama without a configured `eos_token_id`. Thus an id is used only if its token is
-    // special.
+    // For a Llama whose `eos_token_id` was not set, transformers writes 2 into `config.json`. Thus an id is used only
+    // if its token is special.
     let added = inner.get_added_tokens_decoder();
     let special = ids.iter().filter_map(|id| added.get(id)).find(|token| token.special);
     Ok(special.map(|token| token.content.clone()))

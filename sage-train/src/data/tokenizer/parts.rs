@@ -13,7 +13,7 @@ use crate::{during, unpanicked};
 const QWEN2: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+";
 
 impl Tokenizer {
-    /// The ids of a text in which the spelling of a special token, such as `<|im_start|>`, stands for the token.
+    /// The ids of a text. The spelling of a special token, such as `<|im_start|>`, becomes the id of that token.
     ///
     /// # Errors
     /// When the `tokenizers` library fails.
@@ -30,7 +30,7 @@ impl Tokenizer {
         added.values().any(|token| token.special && text.contains(&token.content))
     }
 
-    /// Whether text is split as by Qwen2's pre-tokenizer. The library transformers uses it for every Qwen2 model.
+    /// Whether the tokenizer splits text like Qwen2's pre-tokenizer.
     ///
     /// # Errors
     /// When the pre-tokenizer cannot be serialized.
@@ -87,7 +87,8 @@ pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<
     Ok(Some(inner))
 }
 
-/// Disables the prefix space in a component of a tokenizer. Returns whether the component still does anything.
+/// Disables the prefix space in a component of a tokenizer. Returns `false` if the component only adds this space,
+/// and must be removed.
 fn keep_without_prefix(part: &mut Value) -> bool {
     match part["type"].as_str() {
         Some("Prepend") => return false,
@@ -100,7 +101,7 @@ fn keep_without_prefix(part: &mut Value) -> bool {
             if let Some(parts) = part.get_mut("normalizers").and_then(Value::as_array_mut) {
                 parts.retain_mut(keep_without_prefix);
             }
-            // Only the first pre-tokenizer gets the whole text. Later pre-tokenizers put a space before each word.
+            // Only the first pre-tokenizer is changed. Later ones put a space before each word, and must keep it.
             if let Some(first) = part.get_mut("pretokenizers").and_then(|parts| parts.get_mut(0)) {
                 keep_without_prefix(first);
             }

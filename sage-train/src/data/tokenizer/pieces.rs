@@ -25,7 +25,7 @@ pub(in crate::data) fn piece_end(text: &str) -> usize {
     line.or_else(|| between_words(piece)).unwrap_or(end)
 }
 
-/// The last place between two words, before the single space that separates them.
+/// The index of the last single space between two words.
 fn between_words(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let space = |at: &usize| {

@@ -1,6 +1,6 @@
-//! The all-gathers of updated weights that are in flight, one for each piece of parameter memory. An all-gather
-//! overlaps with all work that does not read its piece: the update of other pieces, and the next forward up to the
-//! first layer in the piece.
+//! The all-gathers of updated weights that are in flight, one for each piece of parameter memory. The all-gather of a
+//! piece overlaps with work that does not read this piece: the update of other pieces, and the layers of the next
+//! forward before the first layer that has parameters in this piece.
 
 use std::cell::RefCell;
 
@@ -8,11 +8,10 @@ use candle_core::Result;
 
 use crate::ranks::{Group, Transfer};
 
-/// The all-gathers that have not been waited for yet.
 #[derive(Debug)]
 pub(super) struct PendingGathers {
     group: Group,
-    /// The all-gather of each piece.
+    /// By piece: the all-gather of its weights. `None` before [`Self::start`] and after [`Self::wait_for`].
     coming: RefCell<Vec<Option<Transfer>>>,
 }
 
@@ -41,7 +40,8 @@ impl PendingGathers {
 
 impl Drop for PendingGathers {
     fn drop(&mut self) {
-        // The memory of the weights is freed in stream order, after these waits. An error cannot be returned here.
+        // The memory of the weights must not be freed before the all-gathers that write to it end. `drop` cannot return
+        // an error.
         let _ = self.wait_for_all();
     }
 }

@@ -1,4 +1,4 @@
-//! The hidden matrices in a [`Piece`], and an optimizer's state for the rows of these matrices.
+//! The hidden matrices in a [`Piece`], and the optimizer's statistics of their rows.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops::MuonMatrix;

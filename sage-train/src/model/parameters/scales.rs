@@ -1,5 +1,5 @@
-//! The scales of FP8 operands with delayed scaling. They are computed from earlier steps, and are part of the training
-//! state in a checkpoint.
+//! The scales of FP8 operands with delayed scaling. They are computed from the operands' largest absolute values in
+//! earlier steps, and are part of the training state in a checkpoint.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ impl Parameters {
         Ok(self.scales.get_or_init(|| made).clone())
     }
 
-    /// Restores scales from a checkpoint. If `state` is empty, each scale is computed at the first use of its operand.
+    /// Restores the scales of FP8 operands from a checkpoint's `state`. If `state` is empty, each scale is computed at
+    /// the first use of its operand.
     ///
     /// # Errors
     /// When the scales belong to another model.

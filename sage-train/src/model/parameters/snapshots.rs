@@ -9,13 +9,13 @@ use crate::model::pieces::Piece;
 use crate::model::snapshot::Snapshot;
 use crate::ranks::{Mesh, Ranks};
 
-/// [`sums`] converts this many elements to f32 at once.
+/// Number of elements that [`sums`] converts to f32 at a time.
 const SLICE: usize = 1 << 23;
 
 impl Parameters {
-    /// Sums that are bit-identical on all ranks if all ranks have the same weights: for each tensor w of weights or FP8
-    /// scales, the sum of squares of w, and the sum of squares of w + 1, which also depends on the signs of w.
-    /// All ranks must call this together.
+    /// Two sums for each tensor w of weights or FP8 scales: the sum of squares of w, and the sum of squares of w + 1,
+    /// which also depends on the signs of w. If all ranks have the same weights, their sums are bit-identical. All
+    /// ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.

@@ -47,8 +47,8 @@ impl Values {
     }
 }
 
-/// A piece whose matrices training reads only in FP8. The FP8 values are quantized from the optimizer's f32 weights. A
-/// copy in the compute type exists only while a [`WeightCopies`] exists.
+/// A piece of matrices that are read in FP8 during training. The FP8 values are quantized from the optimizer's f32
+/// weights. A copy of the piece in the compute type exists only while a [`WeightCopies`] exists.
 #[derive(Debug)]
 pub(super) struct Fp8Piece {
     /// The compute type.
@@ -109,7 +109,8 @@ impl Fp8Piece {
         }
     }
 
-    /// The FP8 values and the scales of the piece, both equal on all ranks. Empty if this rank owns the whole piece.
+    /// The tensor of FP8 values, and the tensor of scales. Each of the two tensors is the same on all ranks. Empty if
+    /// this rank owns the whole piece.
     pub(super) fn tensors(&self) -> Vec<Tensor> {
         self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
     }
@@ -155,10 +156,10 @@ impl Fp8Piece {
     }
 }
 
-/// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs: an empty list if no other rank
-/// owns parts. The scales follow from the largest values of all ranks, so the FP8 values equal those that
-/// [`Fp8Matrix::quantize`] computes from the whole matrix. (In a matrix with a NaN, the NaN stays, but other values may
-/// differ.)
+/// Quantizes the weights of `pieces` that this rank owns. Returns the argument of [`Parameters::gather`], which is
+/// empty if the group has only one rank. A matrix's scale follows from its largest absolute value on all ranks, so the
+/// FP8 values equal those that [`Fp8Matrix::quantize`] computes from the whole matrix. (In a matrix with a NaN, the NaN
+/// stays, but other values may differ.)
 pub(super) fn quantize_shards(
     pieces: &[(usize, &Fp8Piece)],
     group: &Group,
@@ -210,7 +211,7 @@ impl Parameters {
 }
 
 impl WeightCopies<'_> {
-    /// Keeps the copies of the weights until the parameters are updated or dropped.
+    /// Until the parameters are updated or dropped, keeps the copies that [`Parameters::expand`] made.
     pub fn keep(self) {
         std::mem::forget(self);
     }

@@ -32,7 +32,8 @@ pub struct Weight {
     pub(super) arrivals: Rc<PendingGathers>,
     /// In f32.
     pub gradient: Option<Tensor>,
-    /// Whether the gradient has been written since it was cleared: one flag for each of the adjacent matrices.
+    /// Whether the gradient has been written since it was cleared. If the weight joins several matrices, each matrix
+    /// has a flag.
     pub(super) filled: Vec<Arc<AtomicBool>>,
     pub(super) updates: Arc<AtomicU64>,
     pub(super) quantized: Rc<Quantized>,
@@ -103,8 +104,8 @@ impl Weight {
         }
     }
 
-    /// For matmuls that write the whole gradient: returns whether the matmul has to add to the existing contents, and
-    /// marks the gradient as written. Returns false for the first matmul after [`Parameters::clear_gradients`].
+    /// Marks the weight's gradient as written. Returns whether the caller must add to it; otherwise the caller must
+    /// overwrite all of it. Only the first call after [`Parameters::clear_gradients`] returns false.
     ///
     /// [`Parameters::clear_gradients`]: super::Parameters::clear_gradients
     pub(in crate::model) fn take_turn(&self) -> bool {

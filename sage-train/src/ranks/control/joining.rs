@@ -38,7 +38,8 @@ fn listen(world: &World) -> std::io::Result<TcpListener> {
         notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
         TcpListener::bind(("0.0.0.0", world.port))
     };
-    // Debian's /etc/hosts gives 127.0.1.1 for the machine's name. A `host` that is itself a loopback address is used.
+    // On Debian, the machine's name resolves to 127.0.1.1, which other machines cannot reach. If `host` is itself
+    // `localhost` or a loopback address, rank 0 listens at it.
     let is_name = world.host != "localhost" && world.host.parse::<IpAddr>().is_err();
     let elsewhere = world.local.of < world.rank.of;
     match TcpListener::bind((world.host.as_str(), world.port)) {
@@ -109,7 +110,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     Ok(peers.into_values().map(|(peer, _)| peer).collect())
 }
 
-/// Why rank 0 refuses a rank that knows the secret; `None` if rank 0 accepts the rank.
+/// Why rank 0 refuses the rank that sent `hello`; `None` if rank 0 accepts the rank.
 fn refusal(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
     let Hello { version, rank, of, host, .. } = hello;
     if version != VERSION {
@@ -148,7 +149,9 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
     };
     let refused = match strangers {
         0 => String::new(),
-        refused => format!("; {refused} connections without the run's secret"),
+        refused => {
+            format!("; {refused} other connections were refused, because they did not know the run's secret")
+        }
     };
     Error::failed("ranks did not connect")
         .got(format!("after {} s without rank {}{more}{refused}", COMING.as_secs(), named.join(", ")))
@@ -181,7 +184,7 @@ pub(super) fn connect_to_first(world: &World, host: &str, patience: Duration) ->
                 Err(error) if error.kind() == ErrorKind::InvalidData => {
                     return Err(unreachable_first(world, ANOTHER_PROGRAM));
                 }
-                // Rank 0 would answer at once, so another program has the port.
+                // Rank 0 answers a connection at once, so a timeout suggests another program.
                 Err(error) if is_timeout(&error) => {
                     let got =
                         format!("no answer for {} s: another program may have the port", patience.as_secs());

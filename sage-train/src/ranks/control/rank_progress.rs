@@ -15,7 +15,7 @@ pub(super) struct RankProgress {
     pub(super) step: u64,
     /// Number of the rank's progress reports: one for each batch of training or validation.
     pub(super) ticks: u64,
-    /// The time of the last change of the step, `ticks` or the activity.
+    /// The time of the last change of `step`, `ticks`, `doing` or `aside`.
     pub(super) since: Instant,
     pub(super) doing: String,
     /// Whether the current work may take long. If so, [`ASIDE`] limits the time without progress.

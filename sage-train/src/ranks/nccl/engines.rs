@@ -21,7 +21,7 @@ const SYMMETRIC: c_int = 1;
 /// NCCL's windows (registered ranges of memory) start and end at multiples of this many bytes.
 const ALIGNMENT: usize = 4096;
 
-/// The communicator of the ranks of a node, and the memory that is registered in it.
+/// The communicator of the ranks of a node, and the memory that is registered with NCCL.
 pub(super) struct Engines {
     functions: Collectives,
     /// Never destroyed, like the communicator of [`super::Nccl`].
@@ -71,8 +71,8 @@ impl Engines {
         Ok(is_on_gpu(window).then_some(at))
     }
 
-    /// Zeros in registered memory, which is never freed. `len` must be at least 1. All ranks of the node must call this
-    /// with the same size.
+    /// `len` zeros in memory that is registered with NCCL and never freed. `len` must be at least 1. All ranks of the
+    /// node must call this with the same `len` and `dtype`.
     pub(super) fn zeros(
         &self,
         library: &Functions,

@@ -13,7 +13,7 @@ pub(super) const PATH: &str = "SAGE_TRAIN_NCCL";
 
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// `ncclUint8`: NCCL copies bytes, whatever the element type.
+/// `ncclUint8`: all tensors are transferred as bytes, whatever their element type.
 pub(super) const BYTES: c_int = 1;
 
 /// `ncclUniqueId`.
@@ -164,7 +164,7 @@ impl Functions {
         let error = Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("set NCCL_DEBUG=WARN and NCCL_DEBUG_FILE=nccl.%h.%p for details; try --copy-engines off, with which GPUs need not access each other's memory");
+            .hint("set NCCL_DEBUG=WARN and NCCL_DEBUG_FILE=nccl.%h.%p for details; try --copy-engines off, which does not require that GPUs access each other's memory");
         Err(wait_for_report(error))
     }
 }

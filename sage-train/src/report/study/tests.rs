@@ -150,7 +150,7 @@ fn a_milestone_is_reached_between_validations() {
     assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));
 }
 
-/// A report can be written even if no gradient is larger than its noise.
+/// If no estimate of a gradient's squared norm is above zero, the report is written without the chart of gradients.
 #[test]
 fn a_hidden_gradient_is_not_drawn() {
     let squares = |exact| Squares { exact, low: exact, error: 1.0 };
