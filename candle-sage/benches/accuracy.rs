@@ -59,8 +59,9 @@ fn table_1() -> Result<()> {
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// A random case, to whose keys a factor times `direction` is added. `direction` has standard deviation `sigma` and is
-/// the same for all seeds. The factor changes linearly from `common.0` at the first token to `common.1` at the last.
+/// A random case. A random vector, the same for all seeds, is multiplied by a factor and added to each key. The vector
+/// has standard deviation `sigma`. The factor changes linearly from `common.0` at the first key to `common.1` at the
+/// last.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);

@@ -128,13 +128,15 @@ type Gradients = ([Output; 3], Option<Buffer<f32>>);
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
     scheme: S,
-    /// Negated base-2 log-sum-exps, (query heads, queries). The queries of each segment are padded to whole tiles.
+    /// Negated base-2 log-sum-exps, (query heads, queries). The queries of each batch entry or packed document are
+    /// padded to whole tiles.
     minus_lse2: Buffer<f32>,
     kept: S::Kept,
 }
 
-/// Without `is_gradient`: reads `padded`, the negated base-2 log-sum-exps, and writes the log-sum-exps to `outside`.
-/// With `is_gradient`: adds `outside`, the gradient of the log-sum-exps, to `padded`, the negated delta.
+/// Without `is_gradient`: `padded` contains the negated base-2 log-sum-exps, and the log-sum-exps are written to
+/// `outside`. With `is_gradient`: `padded` contains the negated delta, to which the gradient of the log-sum-exps in
+/// `outside` is added.
 fn log_sum_exp(
     gpu: &Gpu,
     shape: params::Shape<'_>,
@@ -246,8 +248,8 @@ fn run_backward<S: OnGpu>(
 ) -> Result<Gradients> {
     let call = Call::new(problem)?;
     let gpu = call.gpu;
-    // Long lists of query blocks can be split between thread blocks, which add their sums in any order. Lists are
-    // therefore not split if the result must be deterministic.
+    // A key block's list of query blocks, if it is long, can be split between thread blocks, which add to dK and dV in
+    // any order. Lists are therefore not split if the result must be deterministic.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selected.map(|selected| InvertedLists::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();
@@ -260,8 +262,8 @@ fn run_backward<S: OnGpu>(
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);
     let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
-    // Bytes of Q, dO and dQ that all thread blocks of a key head access: at most 9 per element of Q. dQ's f32 sums need
-    // 4. Q and dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
+    // The bytes that all thread blocks of a key head access (Q, dO, dQ of its query heads): at most 9 per element of Q.
+    // dQ takes 4 (f32). Q and dO together take 4 in 16 bit, or 5 with SageBwd: Q, Q^T, dO^T in INT8, and dO in 16 bit.
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
         q: problem.q.view,

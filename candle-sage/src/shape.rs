@@ -213,9 +213,7 @@ impl AttentionShape {
             return Err(Error::shape("key and value differ in shape")
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
-                .hint(
-                    "`Attention` accepts another head_dim for values (8 to 256), if query and key have one head_dim and all else matches",
-                ));
+                .hint("only `Attention` accepts values of another head_dim (8 to 256)"));
         }
         if k.0 != batch || k.3 != head_dim {
             return Err(Error::shape("query and key do not fit together")

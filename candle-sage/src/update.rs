@@ -211,7 +211,7 @@ impl Muon {
     }
 
     pub(crate) fn momentum_pass(&self) -> MomentumPass {
-        // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
+        // The settings after `clip` are used by `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors`.
         let Self {
             momentum,
             nesterov,

@@ -67,7 +67,7 @@ impl Default for ProbeOptions {
 pub fn probe(folder: &Path, options: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
     // The probe runs on the CPU, and therefore in f32, even if the model was trained on a GPU.
     let trained = Trained::open(folder, DeviceKind::Cpu, settings, true)?;
-    trained.check_attention(folder, "probe")?;
+    trained.check_attention(folder)?;
     let Trained { config, parameters, .. } = &trained;
     let scheme = low_bit(&config.model, &config.settings);
     check_own(typed, scheme.into(), Some(scheme), None)?;
@@ -99,12 +99,10 @@ pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
 fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
-        Scheme::AttnQat(_) if token_scales => {
-            Err(Error::new("--token-scales has no effect: this scheme has no scales per tile")
-                .got(format!("--token-scales with {scheme}"))
-                .allowed("sagebwd")
-                .hint("leave --token-scales out, or use --attn sagebwd"))
-        }
+        Scheme::AttnQat(_) if token_scales => Err(Error::new("--token-scales applies only to SageBwd")
+            .got(format!("--token-scales with {scheme}"))
+            .allowed("sagebwd")
+            .hint("leave --token-scales out, or use --attn sagebwd")),
         Scheme::AttnQat(settings) => Ok(Box::new(AttnQatAnatomy { settings })),
         _ => Err(Error::new("this scheme cannot be probed")
             .got(scheme)

@@ -222,11 +222,11 @@ impl Trained {
     ///
     /// # Errors
     /// When the model has no attention.
-    pub fn check_attention(&self, folder: &Path, what: &str) -> Result<()> {
+    pub fn check_attention(&self, folder: &Path) -> Result<()> {
         if self.config.model.scheme.is_some() {
             return Ok(());
         }
-        Err(Error::new(format!("the model has no attention to {what}"))
+        Err(Error::new("cannot probe a model without attention")
             .got(folder.display())
             .allowed("a run with attention: any --attn except none")
             .hint("train one: sage-train --attn sagebwd"))

@@ -1,15 +1,15 @@
-//! The architectures for which this build has kernels, and their differences.
+//! The architectures for which this build has kernels.
 
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
 use crate::error::{Error, Result};
 
-/// The kernels that a device runs: machine code for the highest built architecture that has the device's major version
-/// and is not above the device's architecture. If the build has no such machine code, the device runs PTX.
+/// The kernels that a device runs: those of the highest compiled architecture with the device's major version and at
+/// most its minor version. Without such an architecture: PTX, which the driver compiles for the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Architecture {
-    /// The number of the architecture that the kernels are compiled for.
+    /// The compute capability that the kernels are compiled for, as 10 * major + minor.
     code: u32,
-    /// The number of the device's architecture.
+    /// The device's compute capability, also as 10 * major + minor.
     device: u32,
 }
 
@@ -32,8 +32,8 @@ impl Architecture {
     }
 
     /// Whether the device has FP4 matmuls and this build has kernels for them. Family 10 (data-center Blackwell) and
-    /// family 12 (consumer Blackwell) have FP4 matmuls. If nvcc has no family targets, the build has FP4 kernels only
-    /// for devices 10.0 and 12.0.
+    /// family 12 (consumer Blackwell) have FP4 matmuls. If nvcc is older than 12.9, the build has FP4 kernels only for
+    /// devices 10.0 and 12.0.
     pub(super) fn has_nvfp4(self) -> bool {
         match self.code {
             100 => self.device == 100 || NVFP4_FAMILIES && self.device == 103,
@@ -87,8 +87,8 @@ mod tests {
         assert!(all.contains(&PTX));
     }
 
-    /// Every nvcc that has family targets supports all architectures of `TARGETS`. If a later nvcc drops one, this test
-    /// fails.
+    /// nvcc 12.9 and later (`NVFP4_FAMILIES`) support all architectures of `TARGETS`. If a later nvcc drops one, this
+    /// test fails.
     #[test]
     fn every_architecture_of_the_table_is_built() {
         if option_env!("CANDLE_SAGE_CUDA_ARCHS").is_none() && NVFP4_FAMILIES {

@@ -37,7 +37,8 @@ pub(super) struct Operands {
     value_max: ValueMax,
 }
 
-/// With [`ValueScale::Head`], for each key head and segment: the largest |V|, as the bits of an f32.
+/// With [`ValueScale::Head`], for each key head of each sequence or packed document: the largest |V|, as the bits of an
+/// f32.
 type ValueMax = Option<Buffer<u32>>;
 
 /// Buffers that the backward's kernels read and write in addition to the forward's state.
@@ -51,7 +52,7 @@ pub(super) struct Scratch {
 pub(super) enum Rounded {
     /// For 16-bit matmuls: tensors of values that are rounded to NVFP4.
     Values(Box<[Output; 3]>),
-    /// For FP4 matmuls: packed values and scales in the tiles of `kernels/include/sage/layout/nvfp4.cuh`.
+    /// For FP4 matmuls: packed values and scales, in the layout of `kernels/include/sage/layout/nvfp4.cuh`.
     Codes([Buffer<i8>; 3]),
 }
 
@@ -59,9 +60,8 @@ pub(super) enum Rounded {
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
-    /// For each query: the sum of `2^logit` over keys and sink, divided by the reference that the backward uses (see
-    /// [`PReference`]). With `PReference::Literal`, this reference is the sum over the keys only. `None` without a
-    /// backward.
+    /// For each query: the sum of `2^logit` over the keys and the sink, divided by the backward's [`PReference`]. With
+    /// `PReference::Literal`, the divisor is the sum over the keys only. `None` without a backward.
     row_sums: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }
@@ -81,7 +81,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // A backward that does not quantize P is the kernel of unquantized attention, on this scheme's operands.
+            // Without quantization of P, the backward uses the kernel of unquantized attention.
             false => unquantized::BACKWARD,
         }
     }

@@ -90,17 +90,18 @@ impl<T> cudarc::driver::DevicePtrMut<T> for Buffer<T> {
     }
 }
 
-/// Elements to allocate for `len`: at least one, plus a canary in this crate's own tests.
+/// Number of elements to allocate for a buffer of `len` elements: never 0. This crate's own tests add a canary
+/// ([`CANARY_BYTES`]).
 fn allocated_len(len: usize, element_bytes: usize) -> usize {
     let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
     (len + behind).max(1)
 }
 
-/// Size of the canary after every allocation in this crate's own tests. No kernel may change it.
+/// In this crate's own tests, this number of bytes (the canary) follows each buffer. No kernel may change these bytes.
 pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
-    /// Uninitialized memory that is not yet registered with the tests' `guard`.
+    /// Uninitialized memory. This crate's own tests check its canary only if the caller calls `guard::watch`.
     fn unguarded<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
         let len = allocated_len(len, size_of::<T>());
         let bytes = len * size_of::<T>();
@@ -150,7 +151,7 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// A copy of `from`. The host may change `from` when this function returns.
+    /// A copy of `from`.
     pub(super) fn upload<T: DeviceRepr + 'static>(&self, from: &[T]) -> Result<Buffer<T>> {
         #[allow(unused_mut)]
         let mut buffer = self.unguarded::<T>(Purpose::Scratch, from.len())?;

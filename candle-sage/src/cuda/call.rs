@@ -1,4 +1,4 @@
-//! One attention call on a GPU: its tensors, segments and tiles as kernel parameters.
+//! One attention call on a GPU: its tensors and its shape as kernel parameters.
 
 use candle_core::Result;
 
@@ -53,8 +53,7 @@ pub(super) struct Call<'a> {
 
 /// The shape of a call as kernel parameters.
 pub(super) struct Geometry {
-    /// The parameters without `segments`, which [`Geometry::shape`] adds. [`Geometry::new`] does not set the softmax
-    /// scale; [`Call::new`] does.
+    /// The kernels' parameters. [`Geometry::shape`] adds `segments`, and [`Call::new`] sets the softmax scale.
     pub(super) sizes: params::Shape<'static>,
     /// The table of packed documents.
     segments: Option<Buffer<params::Segment>>,
@@ -65,7 +64,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.upload(&table)).transpose()?;
-        // An `after` of at least the longest segment's length hides no key.
+        // If a window's `after` is at least the length of every batch entry or packed document, it hides no key.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
@@ -91,7 +90,8 @@ impl Geometry {
     pub(super) fn segment_count(&self) -> usize {
         self.sizes.segment_count as usize
     }
-    /// The largest number of query blocks, and of key blocks, that a selection has in one segment.
+    /// The largest number of query blocks, and of key blocks, that a selection has in one batch entry or packed
+    /// document.
     pub(super) fn blocks(&self) -> (usize, usize) {
         let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
         (blocks(self.sizes.query_len), blocks(self.sizes.key_len))
@@ -147,8 +147,8 @@ impl<'a> Call<'a> {
         self.geometry.shape(self.gpu)
     }
 
-    /// The shape for a kernel in which the thread blocks of one head share `bytes` of data. `heads`: heads per segment.
-    /// [`plan::heads_at_once`] chooses how many heads run concurrently.
+    /// The parameter `shape` of a kernel in which the thread blocks of one head access the same `bytes` bytes of data.
+    /// `heads`: number of heads of a batch entry or document.
     pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
@@ -160,8 +160,8 @@ impl<'a> Call<'a> {
         match self.problem.selected {
             Some(_) => Visits::Listed,
             None if self.problem.score_mod.is_some() => Visits::ScoreMod,
-            // The kernels of `Visits::Every` show a query all keys before it, and either all or none of the keys after
-            // it.
+            // In the kernels of `Visits::Every`, a query sees all keys before it, and either all or none of the keys
+            // after it.
             None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
             None if self.geometry.sizes.limit_after > 1 => Visits::Window,
             None => Visits::Every,
@@ -173,7 +173,7 @@ impl<'a> Call<'a> {
         params::Lists { keys_before: self.keys_before(), ..params::Lists::default() }
     }
 
-    /// Number of keys that a query sees before its own position; without a limit the number of all keys.
+    /// Number of keys that a query sees before its own position; the number of all keys if the window has no limit.
     fn keys_before(&self) -> i32 {
         let key_len = self.geometry.sizes.key_len;
         self.problem.shape.window().before.map_or(key_len, |before| before.min(key_len as usize) as i32)
@@ -182,11 +182,11 @@ impl<'a> Call<'a> {
     pub(super) fn segment_count(&self) -> usize {
         self.geometry.segment_count()
     }
-    /// Number of query tiles of all segments and heads.
+    /// Number of query tiles in all heads of all batch entries or documents.
     pub(super) fn query_tiles(&self) -> usize {
         self.geometry.sizes.query_tiles as usize * self.problem.shape.query_heads()
     }
-    /// Number of key tiles of all segments and heads.
+    /// Number of key tiles in all heads of all batch entries or documents.
     pub(super) fn key_tiles(&self) -> usize {
         self.geometry.sizes.key_tiles as usize * self.problem.shape.key_heads()
     }
@@ -201,13 +201,14 @@ impl<'a> Call<'a> {
         format!("{what}_{}_{d}", self.element.name())
     }
 
-    /// Whether a kernel uses tensor maps in this call.
+    /// Whether the kernel of `plan` uses tensor maps in this call.
     fn maps(&self, plan: &Plan) -> bool {
         plan.mapped(self.problem.shape.is_packed()) && !self.gpu.dry
     }
 
-    /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. If TMA cannot read one of the
-    /// tensors, no map is set, and the producer's threads copy all three.
+    /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan uses them. TMA, the hardware that copies
+    /// tiles, needs a map of each tensor. If TMA cannot read one of the tensors, no map is set, and threads copy all
+    /// three.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
         if !self.maps(plan) {
             return Ok(());
@@ -223,7 +224,7 @@ impl<'a> Call<'a> {
     }
 
     /// [`Call::set_forward_maps`] for the backward: sets the tensor map of dO and, if `as_rows`, the map of Q.
-    /// If not `as_rows`, the kernel reads INT8 values instead of the 16-bit Q.
+    /// `as_rows`: whether the kernel reads Q in 16 bit. Otherwise it reads Q's INT8 values.
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,

@@ -1,5 +1,6 @@
-//! The results of `build.rs`: a fatbin for each `.cu` file (a family of kernels), the architectures in it, and ptxas's
-//! report; and the constants that host and kernels share.
+//! The results of `build.rs`. Each `.cu` file (a family of kernels) is compiled to a fatbin: machine code for each
+//! architecture. Other results are the list of architectures, the registers and memory of each kernel as reported by
+//! ptxas (CUDA's assembler), and the constants that host and kernels share.
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 

@@ -69,8 +69,9 @@ pub(super) struct Packs {
 }
 
 impl Packs {
-    /// Packs of 16 bytes if all `starts` and `strides` are multiples of 16 bytes, otherwise single elements. `starts`:
-    /// the tensors' addresses. `strides`: the distances between rows and the lengths of rows, in elements.
+    /// Threads move packs of 16 bytes if all `starts` and `strides` are multiples of 16 bytes, otherwise single
+    /// elements. `starts`: the tensors' addresses. `strides`: the distances between rows and the lengths of rows, in
+    /// elements.
     pub(super) fn of(float: Float, starts: &[Address<'_>], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
@@ -91,8 +92,8 @@ impl Packs {
     }
 }
 
-/// The threads of a row (lanes) and the rows of a thread block. The number of lanes is a power of two: up to 32 lanes
-/// with several rows per thread block, or more lanes with one row per thread block.
+/// The number of threads per row (lanes), and of rows per thread block. The number of lanes is a power of two: up to 32
+/// lanes with several rows per thread block, or more lanes with one row per thread block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RowThreads {
     pub(super) lanes: usize,
@@ -115,7 +116,7 @@ impl RowThreads {
     }
 }
 
-/// A grid for `len` elements: blocks of `threads` threads, one pack per thread.
+/// A grid for `len` elements: blocks of `threads` threads, one pack (see [`Packs`]) per thread.
 pub(super) fn elementwise(len: usize, packs: Packs, threads: usize) -> Grid {
     elementwise_of(len, packs.elements(), threads)
 }
@@ -140,7 +141,7 @@ pub(super) fn count(what: &str, n: usize) -> Result<i32> {
     })
 }
 
-/// The address of a storage's element, or of the storage's end.
+/// The address of the storage's element `index`, or of the storage's end if `index` is the number of elements.
 pub(super) fn element<'a>(storage: &'a CudaStorage, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     match storage.dtype() {
         DType::F32 => address_at(storage.as_cuda_slice::<f32>()?, index, gpu),

@@ -67,7 +67,7 @@ impl ForeignLayout {
     }
 
     fn at(&self, address: u64) -> Result<Strided<'static>> {
-        // SAFETY: the caller of `forward` or `backward` vouches for the address. Other functions do not use it.
+        // SAFETY: the caller of `forward` or `backward` vouches for `address`. Other functions access no memory at it.
         let data = unsafe { Address::lent(address) };
         Ok(Strided::new(data, Element::of(self.dtype)?, self.dims, self.strides))
     }
@@ -82,7 +82,7 @@ pub struct Inputs {
     pub sinks: u64,
     /// The slopes, one f32 number per query head, if the call has `ALiBi`.
     pub alibi_slopes: u64,
-    /// If the call has a selection, its lists in u32: see [`ForeignAttention::with_selection`].
+    /// The u32 lists of the selected key blocks ([`ForeignAttention::with_selection`]), if the call has a selection.
     pub lists: u64,
 }
 
@@ -256,8 +256,8 @@ impl ForeignAttention {
     }
 
     /// Adds a [`Selection`](crate::Selection). `block`: the numbers of queries and of keys in a block. The lists
-    /// ([`Inputs::lists`]) have shape (key heads, query blocks of all segments, 1 + `width`). A list contains the
-    /// number of key blocks that a query block sees, then the indices of these key blocks in ascending order. The
+    /// ([`Inputs::lists`]) have shape (key heads, query blocks of all batch entries or packed documents, 1 + `width`).
+    /// A list contains the number of key blocks that its query block sees, then their indices in ascending order. The
     /// remaining entries are ignored. With a causal mask each list ends with the blocks on the diagonal.
     ///
     /// # Errors
@@ -276,7 +276,7 @@ impl ForeignAttention {
         ForeignLayout::contiguous(self.inputs[0].dtype, [batch, sequence, heads, channels])
     }
 
-    /// Placeholder addresses, for calls that only count memory.
+    /// Placeholder addresses for the computation of memory sizes, in which no kernel runs.
     fn counted(&self) -> Inputs {
         Inputs {
             tensors: [0; 3],
@@ -316,7 +316,7 @@ impl ForeignAttention {
         })
     }
 
-    /// The sizes of the forward's memory, which depend on shapes, settings and the device.
+    /// The sizes of the forward's state and scratch memory. They depend on shapes, settings and the device.
     ///
     /// # Errors
     /// When this device has no kernel for this call.
@@ -393,7 +393,7 @@ impl ForeignAttention {
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
-        // Allocates as the forward did, so that the arena returns the ranges in which the forward wrote its state.
+        // Repeats the forward's allocations in `state`, in the same order, to find what the forward wrote there.
         fn found<S: OnGpu>(scheme: S, call: &Call<'_>) -> Result<Completed<S>> {
             let minus_lse2 = minus_lse2_of(call)?;
             let kept = scheme.keep(scheme.operands(call, true)?);

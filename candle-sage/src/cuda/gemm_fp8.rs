@@ -75,7 +75,7 @@ struct Described {
 
 impl Drop for Described {
     fn drop(&mut self) {
-        // SAFETY: created together with this value, and destroyed once.
+        // SAFETY: the descriptors were created for this value, and are destroyed only here.
         unsafe {
             let _ = result::destroy_matmul_desc(self.product);
             for layout in self.layouts {
@@ -121,7 +121,7 @@ impl Described {
         };
         let [of_a, of_b] = scales.map(Address::number);
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the description is alive, and `value` points to `bytes` bytes that hold the attribute's type.
+            // SAFETY: `product` is alive, and `value` points to the attribute's value, which has `bytes` bytes.
             unsafe { result::set_matmul_desc_attribute(product, attribute, value, bytes) }
                 .map_err(failed("describe a matmul"))
         };
@@ -174,8 +174,8 @@ impl Described {
     }
 }
 
-/// `out = of_a of_b a b^T + beta out`, where `of_a` is the scale of `a`, and `of_b` the scale of `b`. `a` is (m, k) and
-/// `b` is (n, k), both with contiguous rows; `out` is (m, n), contiguous.
+/// `out = of_a of_b a b^T + beta out`, where `of_a` is the scale of `a`, and `of_b` the scale of `b`. `a` is (m, k),
+/// `b` is (n, k), and `out` is (m, n). `out` is contiguous; `a` and `b` may have gaps between their rows.
 pub(super) fn product(
     gpu: &Gpu,
     op: &Fp8Product,
@@ -225,8 +225,8 @@ pub(super) fn product(
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
-    // SAFETY: the memory at `a`, `b` and `out` is borrowed, and large enough: `a` and `b` by their layouts, `out` by
-    // its checked shape. Memory is freed in the stream's order, so after the matmul.
+    // SAFETY: the memory at `a`, `b` and `out` is borrowed. The layouts of `a` and `b` stay inside their memory, and
+    // `out` has m x n elements. Memory is freed in the stream's order, so after the matmul.
     let done = unsafe {
         result::matmul(
             products.handle,

@@ -30,7 +30,7 @@ pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()>
         return Ok(());
     }
     if !zeros {
-        // SAFETY: the allocation has `bytes` and the canary.
+        // SAFETY: the allocation contains the buffer and, after it, CANARY_BYTES bytes.
         unsafe { result::memset_d8_async(at, 0xff, bytes + CANARY_BYTES, gpu.stream.cu_stream()) }.w()?;
     }
     let canary = Canary { at: at + bytes as u64, byte: if zeros { 0 } else { 0xff }, bytes };
@@ -38,7 +38,7 @@ pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()>
     Ok(())
 }
 
-/// Checks and removes all canaries of this thread. Their allocations must still be alive.
+/// Checks and removes this thread's canaries (the bytes after each buffer). The buffers must not have been freed.
 pub(super) fn check(gpu: &Gpu) -> Result<()> {
     gpu.stream.synchronize().w()?;
     for canary in CANARIES.take() {

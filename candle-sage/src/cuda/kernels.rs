@@ -29,8 +29,8 @@ pub(crate) struct Gpu {
     known: Arc<DeviceProperties>,
 }
 
-/// Properties of a device that are queried once per context. Small models are bound by launches of a few microseconds,
-/// so a query at each launch would be slow.
+/// Properties of a device, which are read from the driver once per context. Reading them at each launch would slow down
+/// small models, whose launches take only a few microseconds.
 #[derive(Debug)]
 pub(crate) struct DeviceProperties {
     pub(super) architecture: Architecture,
@@ -106,7 +106,7 @@ impl Gpu {
         Ok(Self { device: Some(device.clone()), stream, memory: Memory::Driver, dry: false, known })
     }
 
-    /// A stream of another library. `dry`: nothing is launched or written.
+    /// The GPU of a stream that another library owns. `dry`: no kernel is launched, and no GPU memory is written.
     pub(super) fn foreign(stream: Arc<CudaStream>, memory: Memory, dry: bool) -> Result<Self> {
         // The library that owns the stream may call from a thread without this context.
         stream.context().bind_to_thread().w()?;
@@ -198,10 +198,10 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values, depending on the
-    /// version of ptxas and the architecture. Spilled values stay in the L1 cache. Spilling an accumulator (512 bytes)
-    /// would be too slow. Kernels other than attention have no reason to spill. SageBwd's backward for
-    /// head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
+    /// In some attention kernels ptxas spills a few values from registers to memory, depending on the version of ptxas
+    /// and the architecture. Spilled values stay in the L1 cache. Spilling an accumulator (512 bytes per thread) would
+    /// be too slow. Kernels other than attention have no reason to spill. SageBwd's backward for head_dim 128 on Hopper
+    /// spills the most, because dK and matmuls in flight occupy most of its registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;
@@ -227,7 +227,8 @@ mod tests {
         assert!(lost.is_empty(), "{}", lost.join("\n"));
     }
 
-    /// The table `plans.def` reserves 1 KiB of a thread block's shared memory for static declarations.
+    /// The table `plans.def` reserves 1 KiB of a thread block's shared memory for variables of a size fixed at compile
+    /// time.
     #[test]
     fn static_shared_memory_of_attention_kernels_fits_with_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {

@@ -31,8 +31,8 @@ pub(super) enum Memory {
     Lent(Rc<Arenas>),
 }
 
-/// Memory that the caller provides. Each allocation from `kept` or `scratch` is its next range, so that two calls of
-/// the same shape get the same ranges.
+/// Memory that the caller provides. `kept` and `scratch` allocate consecutive ranges, so that two calls of the same
+/// shape get the same ranges.
 #[derive(Debug)]
 pub(super) struct Arenas {
     /// Addresses of the results, in reverse order of allocation. `None` in a call that only counts memory.

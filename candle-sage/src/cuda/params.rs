@@ -27,7 +27,7 @@ pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P)
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
-/// An argument of attention kernels. Kernels of several families take it.
+/// The argument of attention kernels. Unlike a [`Params`], it is for kernels in several `.cu` files.
 pub(super) trait AttentionParams: DeviceRepr {}
 impl AttentionParams for Forward<'_> {}
 impl AttentionParams for Backward<'_> {}
@@ -45,8 +45,8 @@ impl Gpu {
     }
 }
 
-/// A CUtensorMap, with which TMA copies a tensor tile by tile. It contains the tensor's address, and borrows the
-/// tensor.
+/// A CUtensorMap: it describes a tensor that TMA (hardware of Hopper and later GPUs) copies tile by tile. The map
+/// contains the tensor's address, and borrows the tensor.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TensorMap<'a> {

@@ -1,4 +1,5 @@
-//! The linear tail on the GPU: states that are summed along the sequence, and matmuls with these states.
+//! The linear attention of SLA2 (its tail) on the GPU: states that are summed along the sequence, and matmuls with
+//! these states.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -20,12 +21,13 @@ use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
-/// The number of chunks into which sequences of at most `longest` blocks are split: the number that needs the fewest
-/// steps. With one chunk per sequence, all sequences together take `parts` thread blocks. A multiprocessor runs one
-/// thread block at a time.
+/// The number of chunks into which sequences of at most `longest` blocks of tokens are split, so that the launches take
+/// the least time. With one chunk per sequence, all sequences together take `parts` thread blocks. A multiprocessor
+/// runs one thread block at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
-    // A step is the time that a thread block takes for one block of tokens. With several chunks, each wave of thread
-    // blocks takes one more step to write its chunks' sums, and the launch that adds these sums takes one step.
+    // A step is the time that a thread block takes for one block of tokens. A wave is the thread blocks that run at the
+    // same time. With several chunks per sequence, each wave takes one more step to write the sums of its chunks, and
+    // the launch that adds these sums takes one step.
     let steps = |chunks: usize| {
         let waves = (parts * chunks).div_ceil(multiprocessors);
         let adding = if chunks > 1 { 1 + waves } else { 0 };
@@ -131,7 +133,8 @@ impl<'a> Call<'a> {
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Sums, for each chunk, the states of all earlier chunks; with `params.backward`, of all later chunks.
+    /// For each chunk of a sequence: sums the states (`make_states`) of all earlier chunks or, with
+    /// `params.backward`, of all later chunks.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -150,7 +153,8 @@ impl<'a> Call<'a> {
         self.launch(kernel, longest, heads, params)
     }
 
-    /// Writes the tail's output or, with `params.mixture`, the weighted sum of `params.sparse` and the tail's output.
+    /// Returns the output of the linear attention. With `params.mixture`, returns the weighted sum of this output and
+    /// `params.sparse`, the output of attention to the selected blocks.
     pub(super) fn forward(&self, params: Linear<'_>) -> Result<CudaStorage> {
         let out = Output::for_candle(&self.gpu, self.element, self.shape.query_dims())?;
         let params = Linear { out: out.view(&self.gpu), ..params };
@@ -201,7 +205,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
     }
 }
 
-/// The gradients, added to the last three tensors in place.
+/// Adds the gradients of query, key and value to `dq`, `dk` and `dv` in place.
 impl Launch<[Operand<'_>; 7], ()> for Gradients<'_> {
     fn launch(&self, [q, k, v, dout, dq, dk, dv]: [Operand<'_>; 7]) -> Result<()> {
         let call = Call::new(self.0, [q, k, v])?;

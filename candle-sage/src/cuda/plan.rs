@@ -4,8 +4,7 @@ use super::arch::Architecture;
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
-/// `TILE`: the number of tokens that share a scale; buffers are padded to a multiple of `TILE` tokens.
-/// `SELECTION_BLOCK`: the number of tokens in a selection's block.
+/// `TILE`: the number of tokens in a tile. `SELECTION_BLOCK`: the number of tokens in a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 
 /// The larger of the head_dims of keys and values, as padded inside the kernels: 64, 128, 192 (only unquantized
@@ -57,7 +56,7 @@ pub(super) enum Visits {
     Window,
     /// The tiles of a selection's blocks.
     Listed,
-    /// In attention with a soft cap or `ALiBi`: the window's tiles. Without a window: all tiles that the mask allows.
+    /// In attention with a soft cap or `ALiBi`: the window's tiles, or without a window all tiles that the mask allows.
     ScoreMod,
 }
 
@@ -91,7 +90,7 @@ enum Maps {
     MappedIfWide,
 }
 
-/// Properties of a mainloop that the host needs: see `SAGE_MAINLOOP` in `plans.def`.
+/// What the host knows about a mainloop (an attention kernel's loop over tiles): see `SAGE_MAINLOOP` in `plans.def`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MainloopProperties {
     maps: Maps,
@@ -106,7 +105,7 @@ struct MainloopProperties {
 pub(super) struct Plan {
     /// The `.cu` file of the kernel.
     pub(super) family: &'static str,
-    /// Name of the kernel without the suffixes for [`Visits`], element type and widths.
+    /// Name of the kernel without the suffixes that [`Plan::entry`] adds.
     pub(super) kernel: &'static str,
     /// head_dim as padded inside the kernel.
     head_dim: usize,
@@ -118,9 +117,10 @@ pub(super) struct Plan {
     /// Rows of a thread block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: usize,
-    /// Bytes that `head_dim` channels of V (forward) or of K (backward) have in shared memory.
+    /// Bytes that one token of V (forward) or of K (backward) takes in shared memory, if V has `head_dim` channels.
     pub(super) row_bytes: usize,
-    /// Stages of the pipeline. In Rust, only tests read this number.
+    /// Pipeline stages: the buffers in shared memory into which tiles are loaded in turn. In Rust, only tests read this
+    /// number.
     stages: usize,
     pub(super) shared_bytes: usize,
 }
@@ -169,8 +169,8 @@ impl Plan {
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         };
-        // A tensor map would read past a packed document's last, partial tile. Mainloops with `documents` copy such a
-        // tile without the map.
+        // If a packed document ends within a tile, a copy through a tensor map also reads rows of the next document.
+        // Only kernels with the property `documents` handle such rows.
         tiles && (properties.documents || !packed)
     }
 
@@ -179,7 +179,8 @@ impl Plan {
         self.mainloop.properties().dq_parts
     }
 
-    /// Number of the backward's thread blocks that process the same keys. Each computes a part of the channels.
+    /// Number of the backward's thread blocks that process the same keys. Each computes a part of the channels of dK,
+    /// dV and dQ.
     pub(super) fn channel_parts(&self) -> usize {
         self.head_dim.div_ceil(self.mainloop.properties().channels)
     }
@@ -192,8 +193,8 @@ impl Plan {
 
 /// The number of heads in a group whose thread blocks run concurrently. The thread blocks of a head share `bytes` of
 /// data, and the L2 cache has `cache_bytes`. Let m be the largest number of heads whose data fits in half of the cache.
-/// The result is the number from m / 2 to m with the fewest heads missing in the last group. The longest thread blocks
-/// of a group start first, so multiprocessors finish evenly if the last group is full.
+/// The result is the group size from m / 2 to m for which the last group lacks the fewest heads. The longest thread
+/// blocks of a group start first, so multiprocessors finish evenly if the last group is full.
 pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
     let heads = heads.max(1);
     let most = (cache_bytes / 2 / bytes.max(1)).clamp(1, heads);
@@ -242,7 +243,7 @@ mod tests {
         (*HEAD_DIM.start()..=most).map(padded).collect()
     }
 
-    /// Plans exist for exactly the widths to which shapes are padded.
+    /// Plans exist for exactly the widths to which heads are padded.
     #[test]
     fn every_width_of_the_plans_is_used() {
         let used = |architecture: Architecture| {
@@ -291,7 +292,7 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // The plans of kernels without a mainloop are `Listed`, but these kernels' names lack `_sparse`.
+                    // The names of kernels without a mainloop have no suffix for `visits`.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
@@ -391,9 +392,10 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // Half of the cache has room for 25 heads, so 13 to 25 heads are allowed. Of these numbers, only 16 divides 64.
+        // Half of the L2 cache has room for 25 heads, so a group may have 13 (half of 25, rounded up) to 25 heads. Of
+        // these numbers, only 16 divides 64.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
-        // Half of the cache has room for 3 heads, so 2 or 3 heads are allowed. Of these numbers, only 2 divides 16.
+        // Half of the cache has room for 3 heads. Of the numbers from 3 / 2 to 3, only 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
         // With 17 heads, groups of 2 and groups of 3 both leave the last group one head short. The larger groups win.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);

@@ -1,5 +1,5 @@
-//! The router's computations on the GPU: a mean query or key for each block, the key blocks with the largest scores,
-//! and the attention mass of key blocks.
+//! SLA2's router on the GPU: the means of blocks of queries or keys, the choice of the key blocks with the largest
+//! scores, and the sums of dense attention's probabilities over blocks.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -17,9 +17,7 @@ use super::tensor::Element;
 use crate::launch::{Launch, Operand};
 use crate::ops::route::{Choice, Mass, Means};
 
-/// The means of blocks, (key heads, blocks, head_dim). Without `pool`: the means of blocks of keys. With `pool`: the
-/// means of blocks of queries. With a causal mask, the mean of a block of queries is over its first query and up to
-/// `pool - 1` queries before it.
+/// The op of `pool_queries` and `pool_keys` (`ops/route.rs`).
 impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     fn launch(&self, [x]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, pool } = *self;

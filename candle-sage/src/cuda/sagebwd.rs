@@ -241,8 +241,8 @@ impl Codes {
     }
 }
 
-/// Launches the computation of the token means of K and, with `params.smooth_values`, of V. `params.codes` has the
-/// buffers for the means and for the tiles' sums.
+/// Launches kernels that compute the mean of K over tokens and, with `params.smooth_values`, that of V. `params.codes`
+/// has the buffers for the means, and for the sums over each tile's tokens.
 pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
     let (gpu, smoothed) = (call.gpu, 1 + params.smooth_values as usize);
     let tiles = Grid::line(smoothed * call.key_tiles(), TILE_THREADS);
@@ -255,7 +255,8 @@ pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Res
     )
 }
 
-/// One thread block for each pair of a segment and a head of K. If V is smoothed, as many for V.
+/// The grid of a launch that computes means: one thread block for each head of K in each segment (batch entry or
+/// document). If V is smoothed, also one for each head of V in each segment.
 fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
     let heads = call.problem.shape.key_heads() as u32 * (1 + params.smooth_values as u32);
     Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, MEAN_THREADS) }
@@ -279,7 +280,8 @@ impl Transposed {
     }
 }
 
-/// Sets the addresses of `codes` and `transposed` in `params`. Launches the computation of delta and of `transposed`.
+/// Writes the addresses of `codes` (the forward's INT8 values) and `transposed` to `params`. Launches the kernel that
+/// computes delta and fills `transposed`.
 pub(super) fn prepare<'p>(
     call: &Call<'_>,
     settings: &SageBwd,

@@ -45,20 +45,20 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// At least this many query blocks are allowed in a part (see [`ListSplits`]), because the keys are read again for each
-/// part. In this crate's tests the number is 1, so that small cases split lists.
+/// The maximum number of query blocks of a part (see [`ListSplits`]) is never below this number, because each part
+/// reads the keys again. In this crate's tests the number is 1, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// The number of shares ([`ListSplits::shares`]) per multiprocessor.
+/// [`ListSplits::shares`] divided by the number of multiprocessors.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
 /// thread blocks. These add to the key block's dK and dV in f32, in an undefined order. The device decides how to
 /// split, because only it knows the lengths of the lists.
 struct ListSplits {
-    /// A part of a list has at most max(LEAST_USERS, pairs / shares) query blocks, where `pairs` is the number of
-    /// selected (query block, key block) pairs.
+    /// The divisor in the maximum number of query blocks of a part: max(LEAST_USERS, pairs / shares), where `pairs` is
+    /// the number of selected (query block, key block) pairs.
     shares: usize,
-    /// Maximum total number of parts of all lists. The first part of each list is not counted.
+    /// Maximum number of parts of all lists together, not counting the first part of each list.
     most_parts: usize,
     /// Maximum number of key blocks whose list of query blocks is split among thread blocks. `sums` has room for dK and
     /// dV of this many key blocks.
@@ -103,13 +103,13 @@ impl ListSplits {
 /// Size of a [`params::Part`] in 32-bit words.
 const PART_WORDS: usize = size_of::<params::Part>() / 4;
 
-/// Number of elements of [`ListSplits::sums`] for one list that is split: one key block's dK and dV.
+/// Number of elements of [`ListSplits::sums`] for dK and dV of one key block.
 fn slot_floats(d: usize) -> usize {
     slot_pieces(d) * 16 * d.min(128)
 }
 
-/// Number of pieces into which dK and dV of a key block are divided if its list is split ([`ListSplits`]). A piece is
-/// dK or dV of one warp's 16 keys, and has at most 128 channels.
+/// Number of pieces into which [`ListSplits::sums`] divides dK and dV of a key block. A piece is dK or dV of one warp's
+/// 16 keys, and has at most 128 channels.
 fn slot_pieces(d: usize) -> usize {
     2 * SELECTION_BLOCK / 16 * d.div_ceil(128)
 }
@@ -123,7 +123,7 @@ pub(super) struct InvertedLists<'a> {
 }
 
 impl<'a> InvertedLists<'a> {
-    /// `cut`: the padded head_dim if long lists of query blocks may be split ([`ListSplits`]), otherwise `None`.
+    /// `cut`: whether long lists of query blocks may be split ([`ListSplits`]); `Some` contains the padded head_dim.
     pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
         let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());

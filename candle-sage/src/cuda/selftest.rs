@@ -40,7 +40,7 @@ fn codes(seed: u64, len: usize) -> Vec<i8> {
     numbers(seed, len).into_iter().map(|n| (n % 255) as i8).map(|c| c.max(-127)).collect()
 }
 
-/// The token in a slot of a group of 16 tokens: see `layout/permutation.cuh`.
+/// Which of 16 tokens a transposed INT8 tile stores in `slot`: see `layout/permutation.cuh`.
 fn token_of_slot(slot: usize) -> usize {
     8 * (slot / 2 % 2) + 2 * (slot / 4) + slot % 2
 }

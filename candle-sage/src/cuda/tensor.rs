@@ -87,12 +87,12 @@ impl Output {
 
 const ELEMENT_BYTES: usize = 2;
 
-/// Bytes of a swizzled row in shared memory: the width of the panels of `attention/panels.cuh`.
+/// Bytes of a swizzled row in shared memory, as in `attention/panels.cuh`.
 const SWIZZLED_BYTES: usize = 128;
 
-/// The tensor map with which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel) tensor,
-/// swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` if TMA does not support the tensor's
-/// alignment or strides, for example the stride 0 of a broadcast tensor.
+/// The description of a (batch, token, head, channel) tensor for TMA, the hardware that copies tiles. TMA copies tiles
+/// of 64 tokens and 64 channels, swizzled (permuted) as in `kernels/include/sage/layout/swizzle.cuh`. `None` if TMA
+/// does not support the tensor's alignment or strides, for example the stride 0 of a broadcast tensor.
 pub(super) fn tensor_map<'a>(
     view: View<'a>,
     [batch, tokens, heads, head_dim]: [usize; 4],

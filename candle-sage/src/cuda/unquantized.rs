@@ -59,7 +59,7 @@ impl OnGpu for Unquantized {
 
 /// Launches the computation of `delta = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
-    // The kernel is compiled only for d = 64, 128 and 256: its d / 8 lanes per row must be a power of two.
+    // The kernel is compiled only for d = 64, 128 and 256. It uses d / 8 threads per row, and needs a power of two.
     let kernel = call.kernel_for(kernel!("prepare_dense16"), call.d.next_power_of_two());
     call.gpu.launch_attention("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

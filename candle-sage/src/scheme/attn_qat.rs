@@ -135,8 +135,8 @@ pub enum Products {
 #[non_exhaustive]
 pub enum PReference {
     /// `2^ceil(m)`. In the backward, m is the row's largest base-2 logit; in the forward, the largest one for the keys
-    /// read so far. The two references differ by a power of two, so forward and backward compute the same E2M1 values
-    /// of every group whose E4M3 scale is at least 2^-6.
+    /// read so far. The references of forward and backward differ by a power of two, so both compute the same E2M1
+    /// values of every group whose E4M3 scale is at least 2^-6.
     #[default]
     RowMax,
     /// [`PReference::RowMax`] divided by 2048, so that the largest E4M3 scale is near the largest E4M3 value.

@@ -19,9 +19,9 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// Compares the errors of the GPU and the CPU against f64. As in FlashAttention-3's tests, the GPU's error is at most a
-/// multiple of the CPU's error, plus roundings. The GPU rounds unquantized P and dS to 16 bit, each by up to about 2^-9
-/// (bf16) or 2^-12 (f16) of its norm. The limit allows two such roundings.
+/// As in FlashAttention-3's tests, the GPU's error against f64 is at most a multiple of the CPU's error against f64,
+/// plus two roundings. The GPU rounds unquantized P and dS to 16 bit, each by up to about 2^-9 (bf16) or 2^-12 (f16) of
+/// its norm.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
     Ok(())
@@ -59,8 +59,8 @@ pub(crate) fn check_against(
 /// or 2^-12 (f16) of its norm, and then rounds the results. The GPU also adds in another order, so a few probabilities
 /// get another FP4 value, which changes a result by up to 5e-3 of its norm
 /// (`attn_qat::results_are_those_of_the_definition`). With smoothing but without matched recomputation, the GPU's
-/// backward rounds K minus its mean to 16 bit; the CPU's does not. Then the backward's logits differ by about 2^-9, and
-/// about one in a hundred of the probabilities that are quantized for dV gets another FP4 value.
+/// backward rounds K minus its mean to 16 bit; the CPU's does not. As a result, about one in a hundred of the
+/// probabilities that are quantized for dV gets another FP4 value.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;

@@ -124,9 +124,9 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
-            // The transposes, by which the backward of a linear map multiplies. A diagonal element of B^T B is a sum of
-            // squares. Each of the 128 additions to its partial sum truncates up to 2^-14 of that sum, and 2^-15 on
-            // average. These errors have the same sign and add up to 2^-8.
+            // Products of transposes, as in the backward of a linear map. A diagonal element of B^T B is a sum of
+            // squares. A partial sum adds 128 squares. Each addition truncates up to 2^-14 of the partial sum, and
+            // 2^-15 on average. These errors have the same sign and add up to 2^-8.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -140,7 +140,7 @@ fn products_are_those_of_the_cpu() -> Result<()> {
 }
 
 /// Quantizing the same matrices step after step gives the same FP8 values, scales and numbers of saturated values on
-/// both devices.
+/// the GPU as on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn scales_are_those_of_the_cpu() -> Result<()> {
@@ -186,9 +186,9 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A cross-entropy in FP8. The GPU's logits differ from the CPU's by e: up to 2^-11 in f32 (errors of sums), 2^-8 in
-/// bf16 (rounding). Then a fraction 4 * e of the logits' gradients rounds to another E5M2 value, a fifth larger or
-/// smaller. This is a relative error of sqrt(4 * e) / 5: .01 in f32, .025 in bf16.
+/// A cross-entropy in FP8. The GPU's logits differ slightly from the CPU's: by errors of sums in f32, by rounding in
+/// bf16. So a fraction f of the logits' gradients (up to .002 in f32, .016 in bf16) rounds to the next E5M2 value, a
+/// fifth larger or smaller. The gradients' relative L2 error is then sqrt(f) / 5: .01 in f32, .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
@@ -228,23 +228,23 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
     assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
     for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
         let other = got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
-        // The plain operator rounds its output to `dtype` before it quantizes. Rounding to bf16 changes one E4M3 code
-        // in 32, rounding to f16 one in 256.
+        // Before quantization, `plain` was rounded to `dtype`, and `got` was not. Rounding to bf16 changes one E4M3
+        // code in 32, rounding to f16 one in 256.
         let limit = match dtype {
             DType::F32 => 1e-4,
             DType::BF16 => 0.05,
             _ => 0.01,
         };
         println!("{name} {:?} {dtype:?}: {other:.1e} of the codes differ", plain.len());
-        // In a small matrix, the fraction may be larger by chance, so five more codes may differ.
+        // In a small matrix, the fraction of codes that differ may be larger by chance, so five more may differ.
         assert!(other <= limit + 5.0 / plain.len() as f64, "{name} {dtype:?}: {other}");
     }
     Ok(())
 }
 
 /// A fused kernel computes the plain operator's output in f32, and quantizes it. The compiler may fuse multiplications
-/// and additions differently in the two kernels, so one code in ten thousand may differ. In 16 bit more codes differ,
-/// because the plain operator rounds its output before quantization: see `check`.
+/// and additions differently in the two kernels, so one code in ten thousand may differ. With 16-bit inputs, more codes
+/// differ, because the plain operator rounds its output before quantization: see `check`.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
@@ -302,7 +302,7 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
     Ok(())
 }
 
-/// The FP8 gradients of query, key and value are adjacent columns of one matrix.
+/// `qk_norm_rope_backward_fp8` returns one matrix: the gradients of query, key and value are adjacent columns.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_query_and_key_are_the_plain_ones_quantized() -> Result<()> {

@@ -26,7 +26,7 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
 }
 
-/// The output, and the gradients of the inputs for an output gradient from `Normals`. The inputs and the output
+/// The output of `op`, and the gradients of its inputs for a random output gradient. The inputs and the output
 /// gradient are rounded to type `exact` first.
 fn run(
     device: &Device,
@@ -78,9 +78,10 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
-/// (rows, width). A row is processed by one thread, by up to one warp, or by a thread block. Some rows exceed a thread
-/// block's registers: 8192 elements in f32, 16384 in 16 bit, 2048 without vector loads (half of each in layer_norm's
-/// backward). Some inputs have more rows than the backward's largest grid, 528 thread blocks, processes at once.
+/// (rows, width). A row is processed by one thread, by up to one warp, or by a thread block. Some rows do not fit in a
+/// thread block's registers, which hold 8192 elements in f32, 16384 in 16 bit, or 2048 without vector loads (half of
+/// each in layer_norm's backward). The backward has at most 528 thread blocks, and some inputs have more rows than
+/// these process at once.
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -153,8 +154,8 @@ fn rms_norm_takes_a_weight_of_another_type() -> Result<()> {
             Ok(vec![values(&out)?, grad(&x)?, grad(&weight)?])
         };
         for (got, expected) in results(&gpu())?.iter().zip(&results(&Device::Cpu)?) {
-            // The loss sums the squares of the rounded outputs, and the gradients of x and weight are rounded. Near a
-            // midpoint the GPU and the CPU may round to different sides.
+            // The outputs are rounded, and so are the gradients, which depend on the rounded outputs. If a value is
+            // near the midpoint of two representable values, the GPU and the CPU may round it differently.
             let limit = 4.0 * rounding(of_x).max(rounding(of_weight));
             let error = relative_l2(got, expected);
             assert!(error <= limit, "{of_x:?}, {of_weight:?}: {error:.1e}");
@@ -350,8 +351,8 @@ fn cross_entropy() -> Result<()> {
 }
 
 /// Limit of the relative error, in multiples of [`rounding`]. Rounding a logit x changes exp(x) by up to `|x|`
-/// multiples, and `|x|` is mostly below 3. Three more roundings add one multiple each: of the logits' gradient, of its
-/// matmul's result, and of that result after the backward multiplies it by a scalar.
+/// multiples, and `|x|` is mostly below 3. Three more values are rounded, which adds one multiple each: the logits'
+/// gradient, the result of its matmul with the weight, and this result times the loss's gradient.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]

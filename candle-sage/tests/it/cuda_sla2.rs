@@ -1,4 +1,4 @@
-//! Attention to selected blocks, SLA2 and its router on a GPU, compared with f64 and the CPU.
+//! Attention to selected blocks, SLA2, and SLA2's router on a GPU. Results are compared with f64 results or the CPU's.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Alpha, Tail};
@@ -128,9 +128,9 @@ fn long_inverse_lists_are_split() -> Result<()> {
                 let what = format!("{scheme}, {:?}", case.shape());
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
                 // The f32 terms of dK and dV are added in another order than with `deterministic`, so a few elements
-                // round to a neighboring bf16 value. In SageBwd's sm_80 backward, which runs for smoothed Q, dK's f32
-                // sums contain a large offset until it is subtracted. The offset makes their rounding errors as large
-                // as the error of one rounding to bf16.
+                // round to a neighboring bf16 value. With SageBwd and smoothed Q, the kernel adds a large offset
+                // (`quant::MAGIC`) to dK's f32 sums and later subtracts it. The offset makes the rounding errors of
+                // the sums as large as the error of one rounding to bf16.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -185,8 +185,9 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
 }
 
 /// Limits of the relative L2 error: five times the typical error of one rounding, 2^-9 in bf16 and 2^-12 in f16. Up to
-/// seven independent roundings affect a gradient; together, they err sqrt(7) times as much as one. The factor is
-/// five, about 2 sqrt(7), because dtheta depends on two outputs: attention's and the tail's.
+/// seven independent roundings affect a gradient; together, they err sqrt(7) times as much as one. The gradient
+/// of theta may err twice as much, because it depends on two outputs: attention's and the tail's. Five is about
+/// 2 sqrt(7).
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }
@@ -194,8 +195,8 @@ fn limits() -> [(DType, f64); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
-    // A case with so many heads that each chunk of a sequence (`chunks` in `cuda/past_linear.rs`) has several blocks of
-    // tokens. Its f64 results take half a minute on one core, so it is tested only in bf16 and with one `Alpha`.
+    // A case in which each chunk of a sequence (`chunks` in `cuda/past_linear.rs`) has several blocks of tokens.
+    // Its f64 results take half a minute on one core, so it is tested only in bf16 and with one `Alpha`.
     let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {
@@ -213,7 +214,8 @@ fn sla2_follows_f64() -> Result<()> {
     Ok(())
 }
 
-/// Tails that no kernel computes: [`Tail::Complement`], and [`Tail::Past`] without a causal mask.
+/// Tails that candle's matmuls compute, because they have no kernel: [`Tail::Complement`], and [`Tail::Past`] without a
+/// causal mask.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_with_other_tails_follows_f64() -> Result<()> {
@@ -239,8 +241,7 @@ fn inputs(case: &Case, device: &Device) -> Result<[Tensor; 3]> {
     Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
 }
 
-/// The router selects the same blocks as on the CPU. Its loss is equal up to f32 sums in another order, and
-/// `mass_caught` up to the rounding of bf16 operands.
+/// The router selects the same blocks as on the CPU. Its loss and `mass_caught` equal the CPU's up to rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_router_is_that_of_the_cpu() -> Result<()> {
@@ -292,7 +293,7 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let selection = sla2.select(&router, &zeros, &zeros)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 2, 9]);
     assert_eq!(selection.list(0, 0, 2)?, [0, 1, 2]);
-    // Key block 5 is NaN, which counts as the largest score.
+    // Key block 5 contains only NaN. Its score is therefore NaN, which counts as the largest score.
     let ones = Tensor::ones((1, 128, 1, 64), DType::BF16, &device)?;
     let parts = [zeros.narrow(1, 0, 640)?, (ones * f64::NAN)?, zeros.narrow(1, 768, 512)?];
     let key = Tensor::cat(&parts, 1)?;

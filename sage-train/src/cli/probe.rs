@@ -86,7 +86,7 @@ pub(super) struct Probe {
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
     /// the same data. Prints the part of the error that averages out over tokens, and the part that remains (the bias).
-    /// Also prints how many tokens per step reduce the gradient's noise from the choice of data to the size of the bias
+    /// Also prints the number of tokens per step at which the gradient's noise is as large as the bias
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Measure the errors of FP8 matmuls in the linear layers, except the LM head, against f32 matmuls: errors of the

@@ -32,9 +32,9 @@ pub(super) struct ReportArguments {
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
     /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. Runs that differ in
-    /// another setting, except a seed, are in separate tables [default: the settings of attention, of the baseline, and
-    /// of the `[[points]]` tables in a sweep's TOML file; if runs differ in none of these, the first setting in which
-    /// they differ]
+    /// another setting, except a seed, are in separate tables [default: the keys of --baseline and attention's
+    /// settings; the file of a sweep can add keys. If runs agree in all of these, the first setting in which they
+    /// differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the baseline's loss: a variant matches the baseline if the 90 % confidence interval of the

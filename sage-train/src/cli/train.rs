@@ -48,7 +48,7 @@ pub(super) struct Train {
     /// `--resume runs/a --new-name b --attn sagebwd`
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
-    /// Print the run's settings, the model's size, and the estimated time and memory, and exit
+    /// Print the run's settings, the model's size, its estimated memory, and its time on an H100, and exit
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
     #[command(flatten)]

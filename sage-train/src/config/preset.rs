@@ -161,7 +161,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
     Settings {
         run: run(preset, &size),
         attention: attention(),
-        // All are unset. The defaults of some depend on the run's context, steps and device.
+        // All fields are unset: the defaults of some depend on the run's context, steps and device.
         sla2: Sla2Settings::default(),
         // All fields are unset: `LinearSettings::linear` is then bf16, and the other fields have no effect.
         linear: LinearSettings::default(),

@@ -57,7 +57,7 @@ pub fn gradient_errors(
     }
     let own_data = settings.data.val_data.is_none();
     let trained = Trained::open(folder, device_kind, settings, true)?;
-    trained.check_attention(folder, "probe")?;
+    trained.check_attention(folder)?;
     let Trained { config, parameters, device, .. } = &trained;
     if config.model.sla2.is_some() {
         return Err(Error::unsupported("the probe of gradients does not support SLA2")

@@ -116,7 +116,7 @@ pub fn probe_selections(
     settings: Settings,
 ) -> Result<Selections> {
     let trained = Trained::open(folder, DeviceKind::Cpu, settings, true)?;
-    trained.check_attention(folder, "probe")?;
+    trained.check_attention(folder)?;
     let Trained { config, parameters, .. } = &trained;
     let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;

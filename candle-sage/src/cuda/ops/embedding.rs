@@ -23,7 +23,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
     }
 }
 
-/// The rows with shape (ids, width), the backward, and the result of the check of the ids.
+/// The rows of the table for the ids, the backward, and the result of the check that the ids are in range.
 type Forward = (CudaStorage, Backward<1, CudaStorage>, Checked);
 
 impl Launch<[Operand<'_>; 2], Forward> for Embedding {

@@ -182,7 +182,7 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
         let x = Dense::new(x, &gpu)?;
         let codes = Codes::new(&gpu, dims, self.copies)?;
         let e5m2 = self.format == Fp8Format::E5M2;
-        // `seen` holds the largest value of `x`, and the number of saturated values. No value saturates here.
+        // The largest |x|, and the number of saturated values, which is not used.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         let [largest, at_scale] = [address(&seen, &gpu), address(&codes.scale, &gpu)];
         let params = params::Fp8Quantize {

@@ -1,4 +1,4 @@
-//! FP8 quantization of parts (ranges) of vectors on the GPU.
+//! FP8 quantization of parts of a vector (ranges of its elements) on the GPU.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
 
-// The kernels read a part as a matrix of COLUMNS columns. Each thread processes four rows of this matrix.
+// The kernels read a part as a matrix of COLUMNS columns. Each thread processes values of four rows.
 const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
 
 /// The parts that are not empty, with their indices.

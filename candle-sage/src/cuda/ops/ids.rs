@@ -17,7 +17,7 @@ use crate::error::Error;
 #[derive(Debug)]
 pub(super) struct Ids {
     places: Buffer<u32>,
-    /// The result of the check: see `CheckIds` in `kernels/include/sage/params/ops.cuh`.
+    /// The result of the check of the ids: see `CheckIds` in `kernels/include/sage/params/ops.cuh`.
     status: Buffer<u32>,
     len: usize,
 }
@@ -60,7 +60,7 @@ impl Ids {
         Ok(made)
     }
 
-    /// The address of id number `first` in the u32 copy of the ids.
+    /// The address of id number `first` in `places`, which contains the ids as u32.
     pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
         address_at(&self.places, first, gpu)
     }
@@ -110,8 +110,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS);
-    // The number of bits of `limit`, which is above every valid id. All bits of NO_PLACE (an invalid or ignored id) are
-    // ones, so NO_PLACE sorts last.
+    // The number of bits of `limit`. Valid ids are below `limit`. All bits of NO_PLACE (an invalid or ignored id) are
+    // ones, so its lowest `bits` bits are at least `limit`, and it sorts last.
     let bits = (usize::BITS - limit.leading_zeros()) as usize;
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {

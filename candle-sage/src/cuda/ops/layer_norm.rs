@@ -16,7 +16,7 @@ use crate::ops::layer_norm::{Gradients, LayerNorm};
 
 const NAME: &str = "layer-norm";
 
-/// Launches a kernel over the last dimension of `x`. Returns y in the forward and dx in the backward.
+/// Launches the kernel `what` on `x`. Returns y in the forward and dx in the backward.
 fn run(
     gpu: &Gpu,
     what: &str,
@@ -60,8 +60,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients {
     fn launch(&self, [x, weight, bias, dy]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeroed, because there may be fewer than PARTS thread blocks, and because sums that do not fit in registers
-        // are accumulated in this memory.
+        // Each thread block has one of the PARTS rows for its sums of the gradients. Zeroed, because there may be fewer
+        // thread blocks than rows, and because sums that do not fit in registers are accumulated in this memory.
         let [of_weight, of_bias] =
             [gpu.alloc_zeros::<f32>(PARTS * width)?, gpu.alloc_zeros::<f32>(PARTS * width)?];
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];

@@ -63,11 +63,11 @@ impl Linear {
     }
 }
 
-/// Where a pass writes the gradients of the sum of the losses.
+/// Where [`pass`] writes the gradients.
 #[derive(Default)]
 struct GradientOutputs<'a> {
     hidden: Option<&'a CudaStorage>,
-    /// The address of f32 values, and whether to add to them.
+    /// The address of the weight's gradient in f32, and whether to add to its old values.
     weight: Option<(Address<'a>, bool)>,
 }
 
@@ -77,7 +77,7 @@ impl<'a> GradientOutputs<'a> {
         self.hidden.map(|hidden| element(hidden, first * width, gpu)).transpose()
     }
 
-    /// The address of the weight's gradient, and the matmul's beta for the chunk at row `first`.
+    /// The address of the weight's gradient, and the factor of its old values when the chunk at row `first` is added.
     fn weight(&self, first: usize) -> Option<(Address<'a>, f32)> {
         self.weight.map(|(at, add)| (at, if add || first > 0 { 1.0 } else { 0.0 }))
     }
@@ -217,8 +217,8 @@ impl Products for InFp8<'_> {
     }
 }
 
-/// Computes the loss of `rows` rows with `classes` logits each, and the gradients that `into` requests. `logits` has
-/// room for one chunk of rows. Returns the loss and the checked targets.
+/// Computes the loss of `rows` rows with `classes` logits each, and the gradients that `into` requests. The rows are
+/// processed in chunks: `logits` has room for the logits of one chunk. Returns the loss and the targets.
 fn pass(
     gpu: &Gpu,
     products: &impl Products,
@@ -277,7 +277,7 @@ fn own_pass(
 }
 
 /// The loss of the logits `hidden weight^T`; the backward, whose launch returns the wanted gradients of hidden states
-/// and weight; and the result of the check of the targets.
+/// and weight; and the result of the check that the targets are in range.
 type LinearForward = (CudaStorage, launch::Backward<1, [Option<CudaStorage>; 2]>, Checked);
 
 impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
@@ -302,9 +302,9 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
     }
 }
 
-/// The loss of `hidden weight^T`, and the gradient of `factor` times the loss with respect to the hidden states. The
-/// weight's gradient is added to `dweight`. No target is ignored: the op checked that `ignore_id` is `None`. The launch
-/// does not wait for the check of the targets: an invalid target makes the loss NaN.
+/// Returns the loss L of the logits `hidden weight^T`, and the gradient of `self.factor * L` with respect to `hidden`.
+/// Adds the gradient with respect to `weight` to `dweight`. No target is ignored: the op checked that `ignore_id` is
+/// `None`. The launch does not wait for the check of the targets: an invalid target makes the loss NaN.
 impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     fn launch(&self, [dweight, hidden, weight, targets]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let settings = Linear::new(self.settings, hidden.0.dtype(), weight)?;

@@ -21,9 +21,9 @@ fn line(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(THREADS * each).clamp(1, PARTS), THREADS)
 }
 
-/// Joins parts that are adjacent both in the parameters and in the tensor of directions (d of `Muon::step`), and that
-/// an update treats in the same way (`equal`). This saves launches: a launch takes as long as the update of a small
-/// matrix.
+/// Joins parts of matrices that an update treats in the same way (`equal`), if they are adjacent both in the vector of
+/// all parameters and in the tensor that `Muon::directions` returns. This saves launches: a launch takes as long as the
+/// update of a small matrix.
 fn joined(parts: &[MuonPart], equal: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {

@@ -28,7 +28,8 @@ pub(super) struct OptionalAddresses<'a> {
     pub(super) partials: Address<'a>,
 }
 
-/// The parameters, without `lanes`, of a kernel that reads `x` along its last dimension and writes to `out`.
+/// The parameters of a kernel that reads `x` along its last dimension and writes to `out`. `lanes`, the number of
+/// threads per row, is 0: callers set it if the kernel reads it.
 pub(super) fn params<'a>(
     gpu: &Gpu,
     x: &'a Dense<'_>,
@@ -184,8 +185,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
     fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeroed, because there may be fewer than PARTS thread blocks, and because sums that do not fit in registers
-        // are accumulated in this memory.
+        // Each thread block writes one row. Zeroed, because there may be fewer than PARTS thread blocks, and because
+        // sums that do not fit in registers are accumulated in this memory.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;

@@ -80,7 +80,7 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// A new tensor for several results, concatenated along the heads.
+/// A new tensor for the results (outputs or gradients) of several input tensors, concatenated along the heads.
 struct ConcatenatedHeads {
     storage: CudaStorage,
     tokens: usize,
@@ -119,7 +119,7 @@ impl ConcatenatedHeads {
 struct Norm<'a> {
     weight: &'a Dense<'a>,
     eps: f32,
-    /// In the backward: the output's gradient, and the buffer for partial sums of the weight's gradient.
+    /// In the backward: the output's gradient, and the buffer for partial sums of the gradient of `weight`.
     gradient: Option<(&'a Heads<'a>, &'a Buffer<f32>)>,
 }
 
@@ -296,7 +296,7 @@ impl Gradients {
     }
 }
 
-/// The inputs of [`Gradients`], the gradient of the heads that are neither normalized nor rotated (the values), and the
+/// The inputs of [`Gradients`]; the gradient of the heads that are neither normalized nor rotated (the values); and the
 /// tensor that contains the state of `Fp8Scales`.
 type Fp8Inputs<'a> = (BackwardInputs<'a>, Option<Operand<'a>>, Operand<'a>);
 

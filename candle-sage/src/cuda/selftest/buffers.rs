@@ -32,8 +32,8 @@ fn schemes() -> [Scheme; 11] {
     all
 }
 
-/// Runs forward and backward, which check the canary that follows each buffer. Then checks that all results are
-/// written.
+/// Calls `run_forward` and `run_backward`, which in tests check that no kernel wrote past a buffer. Then checks that
+/// all results are written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     fn both<S: OnGpu>(scheme: S, problem: &Problem<'_>, dout: Strided<'_>) -> Result<[Output; 4]> {
         let (out, completed) = run_forward(scheme, problem, true)?;

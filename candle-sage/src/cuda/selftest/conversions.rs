@@ -46,8 +46,8 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// The kernels' conversions to E2M1 and E4M3, and scales of groups, are bitwise equal to those of `crate::nvfp4`. If
-/// the GPU has an instruction that converts to E4M3, its result is tested too. Inputs are E4M3 values, the midpoints
+/// The kernels convert to E2M1 and E4M3, and compute the scale of an NVFP4 group, with the same bits as `crate::nvfp4`.
+/// If the GPU has an instruction that converts to E4M3, its result is tested too. Inputs are E4M3 values, the midpoints
 /// between them, and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]

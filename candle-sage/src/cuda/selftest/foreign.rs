@@ -1,5 +1,5 @@
-//! Tests of [`ForeignAttention`]: its results equal those of [`Attention`](crate::Attention) bit by bit, and it writes
-//! no more bytes of state and scratch memory than its methods return.
+//! Tests of [`ForeignAttention`]: its results equal those of [`Attention`](crate::Attention) bit by bit, and it needs
+//! no more state and scratch memory than `forward_sizes` and `backward_scratch` say.
 #![allow(unsafe_code)]
 
 use candle_core::{DType, Result, Tensor};
@@ -37,8 +37,8 @@ fn dlse(len: usize) -> Vec<f32> {
     (0..len).map(|i| (i % 13) as f32 / 8.0 - 0.5).collect()
 }
 
-/// Output, gradients and, if the scheme supports them, log-sum-exps, all computed in foreign memory and returned as
-/// 16-bit words (two for each log-sum-exp).
+/// Calls [`ForeignAttention`]. Returns its output, gradients and, if the scheme supports them, log-sum-exps as 16-bit
+/// words (two for each log-sum-exp).
 fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<u16>>> {
     inputs.with(true, |problem, dout| {
         let gpu = problem.gpu;

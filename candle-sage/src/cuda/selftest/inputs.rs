@@ -13,7 +13,7 @@ use crate::scheme::Scheme;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Packing};
 
-/// Inputs of an attention call, on the GPU and as f32.
+/// Inputs of an attention call: `tensors` on the GPU, and their `values` on the CPU.
 pub(super) struct Inputs {
     pub(super) shape: AttentionShape,
     pub(super) tensors: Vec<Tensor>,
@@ -62,8 +62,8 @@ impl Inputs {
         let seen = self.selection.as_ref().map(SelectionLists::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // `scheme` only determines the padding of head_dims above 128. Only unquantized attention is tested with
-            // such head_dims.
+            // Also in tests of other schemes: `scheme` only affects the padding of head_dims above 128, which those
+            // tests do not use.
             scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,

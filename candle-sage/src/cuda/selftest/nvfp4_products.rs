@@ -17,8 +17,8 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
 }
 
-/// Except for rounding errors, the output equals the output of 16-bit matmuls whose operands have the same values. In
-/// rare cases, rounding errors cause a probability to round to the next FP4 value.
+/// FP4 matmuls and 16-bit matmuls of the same NVFP4 values give the same output, except for rounding errors. In rare
+/// cases, rounding errors cause a probability to round to the next FP4 value.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {

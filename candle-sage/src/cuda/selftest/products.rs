@@ -31,8 +31,7 @@ fn products_of_codes_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// `wgmma` on INT8 values, in every variant that the kernels use: A is in swizzled rows of shared memory, or in
-/// registers.
+/// `wgmma` on INT8 values, in every variant that the kernels use.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn products_of_codes_by_a_warpgroup_are_exact() -> Result<()> {

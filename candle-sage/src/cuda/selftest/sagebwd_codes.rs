@@ -38,7 +38,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// The results of the quantizer and of the backward's preparation, copied to the host.
+/// The INT8 values and scales that `sagebwd::quantize` and `sagebwd::prepare` compute, copied to the host.
 struct QuantizerResults {
     q: Vec<i8>,
     k: Vec<i8>,
@@ -146,8 +146,8 @@ impl Comparison<'_> {
         assert_eq!(got.to_bits(), expected.to_bits(), "scale of {what}, {}", self.settings);
     }
 
-    /// Compares Q and dO of a query head with the CPU's. `first` is the index of the segment's first tile among
-    /// the head's tiles.
+    /// Compares the INT8 values and scales of Q and dO of a query head with the CPU's. `first` is the index of the
+    /// segment's first tile among the head's tiles.
     fn queries(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let mut rows = self.inputs.rows(0, shape.query_heads(), head, segment.query.clone());

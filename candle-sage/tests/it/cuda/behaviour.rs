@@ -14,7 +14,8 @@ fn smooths_values(scheme: Scheme) -> bool {
     }
 }
 
-/// A NaN in V affects only the queries that see its tile; if V's mean is subtracted, the NaN affects all queries.
+/// With a causal mask, a NaN in V does not affect the queries of earlier tiles (of 64 tokens). If V's mean is
+/// subtracted, the NaN affects all queries.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_hidden_changes_nothing() -> Result<()> {
@@ -82,8 +83,8 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
         for _ in 0..20 {
             step()?;
         }
-        // Only one of 40 growths must be below 1 MiB, because other tests allocate memory concurrently. A leak of a
-        // step's smallest buffer (16 KiB) would add 4 MB to every growth.
+        // One growth of memory below 1 MiB in up to 40 tries is enough, because other tests allocate memory
+        // concurrently. A leak of a step's smallest buffer (16 KiB) would add 4 MB to every growth.
         let mut growths = Vec::new();
         while growths.len() < 40 && !growths.iter().any(|&grown| grown < 1 << 20) {
             let before = used()?;

@@ -175,10 +175,11 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: GPU against CPU. Both have
-/// the same quantized Q and K. Unquantized results differ by roundings of 2^-9 (bf16). In SageBwd, the keys that share
-/// a scale of P or dS are not the same on GPU and CPU. Results differ by .02 because of P, and by .02 because of dS. In
-/// Attn-QAT, a probability near the midpoint of two FP4 values may round up on one device and down on the other.
+/// Sinks in every scheme, with windows, documents and grouped heads: GPU against CPU. K is not smoothed, so that both
+/// devices quantize Q and K to the same values. In unquantized attention, results differ by roundings of 2^-9 (bf16).
+/// In SageBwd, the keys that share a scale of P or dS are not the same on GPU and CPU. This adds a relative error of
+/// .02 for P and of .02 for dS. In Attn-QAT, a probability near the midpoint of two FP4 values may round up on one
+/// device and down on the other.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

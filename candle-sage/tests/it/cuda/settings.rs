@@ -134,7 +134,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                 }
                 println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?}) {products}");
                 // A backward that recomputes S from unquantized Q and K computes another P than the forward.
-                // This makes errors larger from sigma 3 on.
+                // From sigma 3 on, the gradients' errors are therefore larger than the published ones.
                 let mismatch = products == Int8Products::FORWARD && *sigma >= 3.0;
                 if mismatch {
                     assert!(

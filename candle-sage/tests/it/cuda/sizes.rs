@@ -12,7 +12,7 @@ fn both() -> [Scheme; 2] {
     [Scheme::Unquantized, sage().into()]
 }
 
-/// As [`check`], for only those values of a bf16 result that are of similar size.
+/// As [`check`], for only a part of a bf16 result: values that are all of about the same size.
 fn check_part(what: &str, [got, exact, plain]: [&[f64]; 3]) {
     let error = relative_l2(got, exact);
     let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
@@ -67,9 +67,9 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
-/// On Hopper two tiles of V share an integer sum (`attention/numerics/sagebwd_forward_sm90.cuh`). V may be up to 2^20
-/// times smaller in one tile than in the other: outputs of queries that see only the smaller V stay accurate. For even
-/// smaller V, these outputs lose bits and finally become zero, but never grow.
+/// On Hopper, P V of two tiles of keys is one integer sum (`attention/numerics/sagebwd_forward_sm90.cuh`). V may be up
+/// to 2^20 times smaller in one tile than in the other: outputs of queries that see only the smaller V stay accurate.
+/// For even smaller V, these outputs lose bits and finally become zero, but never grow.
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {
@@ -104,16 +104,15 @@ fn values_of_any_size() -> Result<()> {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
                     let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
-                    // P V is one integer sum over the keys of tiles 2n and 2n + 1. A causal query in tile 2n does not
-                    // see tile 2n + 1, so the size of V in tile 2n + 1 must not affect this query's output.
+                    // P V of key tiles 2n and 2n + 1 is one integer sum. A causal query in tile 2n does not see tile
+                    // 2n + 1, so the size of V in tile 2n + 1 must not affect this query's output.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // Quantized P loses `lost` bits: its step is 2^lost / 254 of the query's largest P. The step
-                        // can be twice as large, because V of this tile and of its neighbour is random. For each of
-                        // the tile's 64 keys, P is off by up to half a step. The norm of these 64 errors is at most 8
-                        // times the largest error.
+                        // Quantized P loses `lost` bits, or one more because V is random. So it has steps of at most
+                        // 2 * 2^lost / 254 of the query's largest P. For each of the tile's 64 keys, P is off by up to
+                        // half a step. The norm of these 64 errors is at most 8 half steps, the second term of `limit`.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");

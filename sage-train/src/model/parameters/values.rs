@@ -109,8 +109,8 @@ impl Fp8Piece {
         }
     }
 
-    /// The tensor of FP8 values, and the tensor of scales. Each of the two tensors is the same on all ranks. Empty if
-    /// this rank owns the whole piece.
+    /// The tensor of FP8 values and the tensor of scales, which are the same on all ranks. Without tensors if this rank
+    /// owns the whole piece.
     pub(super) fn tensors(&self) -> Vec<Tensor> {
         self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
     }

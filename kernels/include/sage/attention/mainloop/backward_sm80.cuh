@@ -238,9 +238,9 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
 };
 
 // dS^T needs no barrier other than the one that starts each iteration, because it is stored in one of two slots, and
-// read one iteration later (by add_dq, or by prepare_dq if LAG is 2). A warp calls add_dq before scores. Exception: if
-// COOPERATES is false and dq_semaphore is null, the warps from the fifth on call scores first, so that their arithmetic
-// overlaps with the MMAs of the first four warps, and vice versa.
+// read one iteration later (by add_dq, or by prepare_dq if LAG is 2). A warp calls add_dq() before scores(). Exception:
+// if COOPERATES is false and dq_semaphore is null, only the first four warps do. The other warps call scores() first,
+// so that their arithmetic overlaps with the MMAs of the first four warps, and vice versa.
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;

@@ -81,7 +81,7 @@ struct WindowKeys : ForwardBlock {
   __device__ __forceinline__ Sight<OUTER_KEYS> sight() const { return {segment, before, after}; }
 
   __device__ __forceinline__ int visible(int query) const { return sight().visible_keys(query) - skipped; }
-  // The number of visited keys before the first key that a query sees.
+  // The number of keys that the thread block visits before the first key that `query` attends to.
   __device__ __forceinline__ int hidden(int query) const { return sight().first_key(query) - skipped; }
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }

@@ -32,7 +32,7 @@ struct Dense16ForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Size of the memory in which a warp stages its output: the warp's 16 rows of the first panel of Q.
+  // A warp stages its output in the memory of its 16 rows of Q's first panel, which have this size.
   static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
