@@ -59,7 +59,7 @@ struct Forward<params::FORWARD_SM90> {
   }
 
 // The entry points of a kernel, each with its plan. The first argument after V is a member template of `Forward`. The
-// others are its template arguments after PLAN (see ENTRY).
+// remaining arguments are the template arguments of this member after PLAN (see ENTRY).
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \

@@ -36,8 +36,8 @@ __device__ __forceinline__ void each(int64_t len, Body body) {
   }
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta * m + (1 - beta) * g. The direction is unit * m, or with
-// Nesterov unit * (beta * m + (1 - beta) * g). If the norm is not finite, m is not changed.
+// g = factor * gradient, clipped to norm `clip`; m = beta * m + (1 - beta) * g. The direction is a constant `unit` times m, or
+// with Nesterov times (beta * m + (1 - beta) * g). If the norm is not finite, m is not changed.
 __device__ void momentum(const params::MuonMomentum& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   bool finite = isfinite(norm);

@@ -91,7 +91,8 @@ pub fn linear_cross_entropy_into_fp8(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Adds the weight's gradient to `dweight` in place, and stores the loss and the hidden states' gradient in `made`.
+/// An in-place op on the weight's gradient: adds this op's gradient of the weight to it, and stores the loss and the
+/// hidden states' gradient in `made`.
 #[allow(dead_code, reason = "kernels read some of it")]
 pub(crate) struct LinearIntoFp8 {
     /// `hidden`, its transpose, `weight`, its transpose.

@@ -43,7 +43,8 @@ pub enum Kind {
     Sinks,
     /// A router of SLA2: a matrix for each head.
     Router,
-    /// `theta` of SLA2: a number for each query head. It determines how exact attention and the tail are mixed.
+    /// `theta` of SLA2: a number for each query head. It determines the weights of exact attention and of the tail in
+    /// the output.
     Theta,
 }
 

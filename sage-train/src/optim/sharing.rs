@@ -192,7 +192,7 @@ mod tests {
                 matrices.iter().map(|m| m.elements() as i32).sum::<i32>()
             );
             assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
-            // The rows of each rank's matrices directly follow the rows of the previous rank's matrices.
+            // In the numbering of all rows, each rank's range starts where the previous rank's range ends.
             let mut end = 0;
             for (rank, rows) in all[0].rows.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
                 let own: usize = all[rank].own.iter().map(|(rows, _)| rows).sum();
