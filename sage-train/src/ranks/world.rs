@@ -86,7 +86,7 @@ impl World {
             return Err(Error::new("environment variables of the ranks are missing")
                 .got(format!("{} not set", missing.join(", ")))
                 .allowed(NAMES.join(", "))
-                .hint("torchrun and --gpus set all of them; unset the variables that another program left"));
+                .hint("torchrun and --gpus set all of them; to train with one process, unset those that are set"));
         }
         let number = |name: &str| number(name, &variable(name).unwrap_or_default());
         let port = number("MASTER_PORT")?;

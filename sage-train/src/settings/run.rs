@@ -100,7 +100,7 @@ pub struct RunSettings {
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
     /// Steps between checkpoints, in addition to --checkpoint-minutes; 0 for no checkpoints by steps. The end of a run
-    /// is always saved [default: --eval-every; in a sweep without --eval-every, the preset's eval-every]
+    /// is always saved [default: --eval-every if it is given, otherwise the preset's eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
     /// Minutes between checkpoints, in addition to --checkpoint-every; 0 for no checkpoints by time [default: 10]

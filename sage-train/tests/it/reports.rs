@@ -78,6 +78,10 @@ fn the_points_of_a_sweep_are_its_arms_and_its_report_stays_its_own() {
     assert!(page.contains("<title>Tuned rates</title>"));
     let other = scratch.ok(&["report", "runs/s", "--baseline", "attn=fpa"]);
     assert!(other.lines().any(|line| line.starts_with("fpa") && line.contains("baseline")), "{other}");
+    // With `--by`, the sweep's baseline (`attn`) is not used. A value may contain commas.
+    assert!(scratch.ok(&["report", "runs/s", "--by", "lr"]).contains("lr 0.002"));
+    let error = scratch.fails(&["report", "runs/s", "--baseline", "products=forward,s"]);
+    assert!(error.contains("no arm has") && error.contains("products = \"forward,s\""), "{error}");
 }
 
 #[test]
