@@ -112,8 +112,8 @@ impl Study {
     /// Compares runs, which may be in any order.
     ///
     /// # Errors
-    /// When there are no runs, `by` names a setting in which the runs do not differ, or none of several arms
-    /// has the settings of `options.baseline`.
+    /// When `runs` is empty, `by` names a setting in which the runs do not differ, or none of several arms has the
+    /// settings of `options.baseline`.
     pub fn new(runs: Vec<Run>, options: &ReportOptions) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
